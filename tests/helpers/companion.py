@@ -63,8 +63,8 @@ class Companion:
             self.specs.extend(specs)
             return ids
 
-        def push_both(bucket: int, payload: Value, on_reply: OnReply, numbers: bytes = b"") -> None:
-            push(bucket, payload, on_reply, numbers)
+        def push_both(bucket: int, payload: Value, on_reply: OnReply, step_scalars: bytes = b"") -> None:
+            push(bucket, payload, on_reply, step_scalars)
             with self._lock:
                 if held := self.holds(self.specs[bucket]):
                     self._held.append(bucket)

@@ -143,9 +143,9 @@ def counts_what_travels(strategy: tfps.Strategy) -> None:
     runtime = strategy._runtime
     push = runtime.exchange.push
 
-    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
+    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         pushed.append(runtime.declared.spec(bucket).name)
-        push(bucket, payload, on_reply, numbers)
+        push(bucket, payload, on_reply, step_scalars)
 
     with strategy.scope():
         model = compiled(normalized=True)

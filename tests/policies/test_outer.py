@@ -248,7 +248,7 @@ def test_a_worker_has_its_own_parameters_again_where_they_come_back_and_the_user
             raise KeyboardInterrupt
 
     monkeypatch.setattr(diloco, "_assign", interrupted)
-    with pytest.raises(KeyboardInterrupt), strategy.extended.policy.shown_parameters():
+    with pytest.raises(KeyboardInterrupt), strategy.extended.policy.global_parameters():
         assert difference(model.get_weights(), own) > 0
     assert difference(model.get_weights(), own) == 0.0
     assert not strategy.extended.policy.shows_global
@@ -275,7 +275,7 @@ def test_what_is_assigned_is_what_all_workers_go_on_from(start: Start) -> None:
     given = [np.full_like(each, 0.25) for each in model.get_weights()]
     model.set_weights(given)
     assert difference(shared(model), given) == 0.0
-    with model.distribute_strategy.extended.policy.shown_parameters():
+    with model.distribute_strategy.extended.policy.global_parameters():
         model.layers[0].bias.assign(np.zeros(64, np.float32))
     assert not model.layers[0].bias.numpy().any()
     assert not shared(model)[1].any()

@@ -22,7 +22,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import _LINGER_S, DataPort
 from tfps.pserver.server import ParameterServer
-from tfps.pserver.slices import OwnedSlice
+from tfps.pserver.slices import SumSlice
 from tfps.types import Argument, Array
 from tfps.wire import frames
 from tfps.wire.connection import dial, greet
@@ -221,7 +221,7 @@ def test_an_error_of_the_system_is_not_taken_for_a_broken_connection(
     def without_files(*_: Argument) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(OwnedSlice, "take", without_files)
+    monkeypatch.setattr(SumSlice, "take", without_files)
     worker = cluster.worker(cluster.pservers(1, 1), config=TCP)
     worker.declare([SUM])
     error = str(jobs.push(worker, 0, bytes(40_000)).error())

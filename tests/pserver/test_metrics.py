@@ -20,7 +20,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
-from tfps.pserver.slices import RoundAdmission
+from tfps.pserver.slices import RoundSlice
 from tfps.wire import frames
 from tfps.wire.control import Pserver
 from tfps.wire.frames import LAST, Header, Kind
@@ -109,8 +109,8 @@ def test_the_late_rank_has_the_wait_and_a_gather_counts_it_once(cluster: Cluster
     jobs.poll(lambda: server.status().open_slices == 1)
     slice_ = server._job._shard.buckets[0].slices[0]
     with slice_.lock:  # rank 1 may still be about to read it
-        assert isinstance(slice_.admission, RoundAdmission)
-        slice_.admission._first_ns -= int(late_s * 1e9)  # as if it had come so much earlier
+        assert isinstance(slice_, RoundSlice)
+        slice_._first_ns -= int(late_s * 1e9)  # as if it had come so much earlier
     members[0].send(frames.encode(Header(Kind.PUSH, 0, 0, 0, 1), bytes(1024)))
     members[0].send(frames.encode(Header(Kind.PUSH, LAST, 0, 1, 1), bytes(3)))
     assert members[0].read()[0].kind == Kind.REPLY

@@ -27,7 +27,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.job import Job
 from tfps.pserver.server import ParameterServer
-from tfps.pserver.slices import OwnedSlice
+from tfps.pserver.slices import SumSlice
 from tfps.wire import frames, send_queue
 from tfps.wire.connection import write_shared
 from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, SHARED, Header, Kind
@@ -179,7 +179,7 @@ def test_a_slice_that_comes_twice_fails_the_job(cluster: Cluster) -> None:
 def test_a_bug_while_a_push_is_taken_is_reported_as_what_it_is(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(OwnedSlice, "take", lambda *_: bytearray(2**62))
+    monkeypatch.setattr(SumSlice, "take", lambda *_: bytearray(2**62))
     members = pair(cluster)
     members[1].send(frames.encode(GOOD, bytes(1024)))
     for member in members:
@@ -383,7 +383,6 @@ ENDS_WITHOUT_STOP = """
 import sys
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.server import ParameterServer
-from tfps.pserver.slices import OwnedSlice
 from tfps.worker.worker import Worker
 
 server = ParameterServer("127.0.0.1", 0, workers=1)

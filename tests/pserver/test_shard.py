@@ -11,7 +11,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
 from tfps.membership.view import View
 from tfps.pserver.shard import Shard
-from tfps.pserver.slices import OwnedSlice, SumAdmission
+from tfps.pserver.slices import OwnedSlice, SumSlice
 from tfps.trace.recorder import Recorder
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096)
@@ -30,8 +30,8 @@ def shards(pservers: int) -> list[Shard]:
 
 
 def round_of(item: OwnedSlice) -> SumRound:
-    assert isinstance(item.admission, SumAdmission)
-    return item.admission.round
+    assert isinstance(item, SumSlice)
+    return item.round
 
 
 def test_every_slice_has_one_owner() -> None:
@@ -64,9 +64,3 @@ def test_a_layout_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ProtocolError, match="got bucket 1"):
         shard.cut_anew(Layout(5000, 8192, {0: 7, 1: 7}))
     assert not any(bucket.next for bucket in shard.buckets)
-
-
-def test_a_cleared_shard_has_no_buckets() -> None:
-    (shard,) = shards(1)
-    shard.clear()
-    assert shard.buckets == []

@@ -15,16 +15,7 @@ from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.shard import kept_arrays
-from tfps.pserver.slices import (
-    Answer,
-    GatherAdmission,
-    Late,
-    OwnedSlice,
-    Push,
-    RoundScalars,
-    SumAdmission,
-    SumState,
-)
+from tfps.pserver.slices import Answer, GatherSlice, Late, OwnedSlice, Push, RoundScalars, SumSlice
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import STATE_PIECE_BYTES
@@ -46,19 +37,18 @@ def floats(value: float) -> bytes:
 
 def sum_of(workers: int, codec: str = "none") -> OwnedSlice:
     format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16, codec_of(codec))
-    round_ = SumRound(format_, View.first(workers), deterministic=False)
-    return OwnedSlice(Recorder(), SumAdmission(Recorder(), round_, SumState(format_)))
+    return SumSlice(Recorder(), SumRound(format_, View.first(workers), deterministic=False))
 
 
 def pushed(item: OwnedSlice, rank: int, payload: bytes, step: int = 0, flags: int = 0) -> list[Answer]:
     header = Header(Kind.PUSH, flags, 0, 0, 3, step)
-    return list(item.take(Push(rank, header, memoryview(payload))).answers)
+    return item.take(Push(rank, header, memoryview(payload)))[0]
 
 
 def test_the_last_push_of_a_sum_answers_all_ranks_at_once_and_those_that_share_memory_there() -> None:
     item, target = sum_of(3), Target(Place(0, 16), np.frombuffer(bytearray(floats(2.0)), np.uint8))
     assert pushed(item, 0, floats(1.0)) == []
-    assert list(item.take(Push(1, Header(Kind.PUSH, SHARED), target.memory.data, target)).answers) == []
+    assert item.take(Push(1, Header(Kind.PUSH, SHARED), target.memory.data, target))[0] == []
     assert item.late([1, 2]) == Late(2, 0)
     shared, others = pushed(item, 2, floats(4.0))
     assert (shared.ranks, shared.target, list(others.ranks), others.target) == ((1,), target, [0, 2], None)
@@ -84,7 +74,7 @@ def test_an_encoded_sum_is_one_encoding_for_all_and_its_residual_comes_back_whol
 
 
 def test_a_gather_answers_all_ranks_piece_by_piece() -> None:
-    item = OwnedSlice(Recorder(), GatherAdmission(Recorder(), GatherRound("bucket 'words'", View.first(2), 16)))
+    item = GatherSlice(Recorder(), GatherRound("bucket 'words'", View.first(2), 16))
     assert pushed(item, 1, b"x" * 3, flags=LAST) == []
     first, last = pushed(item, 0, b"y" * 5, flags=LAST)
     assert (list(first.ranks), list(last.ranks)) == ([0, 1], [0, 1])

@@ -231,7 +231,7 @@ def test_calls_that_strangers_give_up_are_forgotten_before_they_are_answered(
     server = cluster.pserver(1, security=Security(token_file=files[SECRET]))
     with grpc.insecure_channel(server.address, CHANNEL_OPTIONS) as channel:
         calls = [channel.unary_unary(method("Status")).future(b"") for _ in range(40)]
-        jobs.poll(lambda: server._guard.waiting == 32)  # what one connection may have at a time
+        jobs.poll(lambda: len(server._guard.waiting) == 32)  # what one connection may have at a time
         assert not any(call.done() for call in calls)
         if end == "each call is given up":
             for call in reversed(calls):  # first those that have not left yet

@@ -36,9 +36,9 @@ def pushes(strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch) -> list[int
     pushed: list[int] = []
     push = strategy._runtime.exchange.push
 
-    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
+    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         pushed.append(bucket)
-        push(bucket, payload, on_reply, numbers)
+        push(bucket, payload, on_reply, step_scalars)
 
     monkeypatch.setattr(strategy._runtime.exchange, "push", counted)
     return pushed

@@ -65,7 +65,7 @@ class Rank:
         pending, steps = jobs.Pending(), self.steps[bucket]
         numbers = StepScalars(mark or (0 if steps else ASSIGNED), (float(steps), rate, *more))
         self.steps[bucket] += 1
-        self.worker.push(bucket, gradient, pending, numbers=numbers.pack())
+        self.worker.push(bucket, gradient, pending, step_scalars=numbers.pack())
         return pending
 
     def step(self, gradient: np.ndarray | None, *more: float) -> np.ndarray:

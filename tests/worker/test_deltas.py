@@ -64,7 +64,7 @@ class Ranks:
         for worker, gradient in zip(self.workers, gradients, strict=True):
             pending.append(Pending())
             numbers = StepScalars(mark, (float(self.steps), 0.25)).pack()
-            worker.push(0, gradient, pending[-1], numbers=numbers)
+            worker.push(0, gradient, pending[-1], step_scalars=numbers)
         self.steps += 1
         return pending
 

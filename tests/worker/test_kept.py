@@ -43,7 +43,7 @@ def numbers(step: int, rate: float = 0.25, mark: int = 0) -> bytes:
 
 def pushed(exchange: Exchange, gradient: np.ndarray, given: bytes, bucket: int = 0) -> jobs.Pending:
     pending = jobs.Pending()
-    exchange.push(bucket, gradient, pending, numbers=given)
+    exchange.push(bucket, gradient, pending, step_scalars=given)
     return pending
 
 
@@ -90,7 +90,7 @@ def test_a_rank_without_a_contribution_gets_the_parameters_too(cluster: Cluster)
     workers = job(cluster, 2, momentum(), config=CONFIG)
     workers[0].state.write(0, 0, 0, START)
     pending = [pushed(workers[0], GRADIENT, numbers(0)), jobs.Pending()]
-    workers[1].push(0, None, pending[1], numbers=numbers(0))
+    workers[1].push(0, None, pending[1], step_scalars=numbers(0))
     for each in pending:
         np.testing.assert_array_equal(summed(each.wait()), expected(START, [GRADIENT])[0])
 

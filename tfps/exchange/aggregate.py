@@ -14,14 +14,11 @@ from tfps.exchange.codecs import ITEM_BYTES, Codec
 from tfps.membership.view import View
 from tfps.types import Array, Buffer, DType
 
-Part = Array
 _INDICES_SIZE = struct.Struct("<Q")
 
 
 class Round:
     """The ranks of `view` that have contributed to the current step; `label` is for messages."""
-
-    __slots__ = ("arrived", "label", "step", "view")
 
     def __init__(self, label: str, view: View, step: int) -> None:
         self.label, self.view, self.step = label, view, step
@@ -36,11 +33,6 @@ class Round:
         """Whether all ranks have contributed."""
         return len(self.arrived) == self.view.workers
 
-    @property
-    def started(self) -> bool:
-        """Whether any rank waits for others."""
-        return bool(self.arrived)
-
     def _check(self, rank: int, step: int) -> None:
         if step != self.step:
             raise ProtocolError(f"step of {self.label} must be {self.step}, got {step}")
@@ -54,15 +46,9 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class SliceFormat:
-    """How the numbers of a slice travel.
+    """How the numbers of a slice travel: as they are, or float32 encoded by a codec."""
 
-    Args:
-        label: for messages.
-        dtype, nbytes: of the numbers, which are float32 where there is a codec.
-        codec: None: they travel as they are.
-    """
-
-    label: str
+    label: str  # for messages
     dtype: DType
     nbytes: int
     codec: Codec | None = None
@@ -71,11 +57,11 @@ class SliceFormat:
         """Size of a contribution, encoded unless it is `whole`."""
         return self.nbytes if whole or self.codec is None else self.codec.wire_bytes(self.nbytes // ITEM_BYTES)
 
-    def part(self, payload: memoryview, whole: bool) -> Part:
+    def part(self, payload: memoryview, whole: bool) -> Array:
         """A contribution as an array: of uint8 if it is encoded."""
         return np.frombuffer(payload, self.dtype if whole or self.codec is None else np.uint8)
 
-    def decoded(self, part: Part) -> tuple[Part, bool]:
+    def decoded(self, part: Array) -> tuple[Array, bool]:
         """The numbers of `part`, and whether they are in new memory."""
         if self.codec is None or part.dtype == self.dtype:
             return part, False
@@ -87,32 +73,24 @@ class SliceFormat:
 class SumRound(Round):
     """Adds one slice over all ranks.
 
-    Contributions are added as they arrive or, if `deterministic`, in rank order, which keeps all until the last. They
-    are kept by reference. The sum goes into the first of two that may be written to, or into new memory. It is never
-    in memory that its rank may write to: that does so when it has the sum, and others may still be sent it.
+    Contributions are kept by reference and added as they arrive or, if `deterministic`, in rank order once all are
+    there. The sum goes into the first of two that may be written to, or into new memory; never into memory that its
+    rank may write to: that does so when it has the sum, and others may still be sent it.
 
-    In a **whole** step of a format with a codec no contribution is encoded: they are the ranks' residuals, which they
-    collect.
+    In a **whole** step of a format with a codec no contribution is encoded: they are the ranks' residuals.
     """
-
-    __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "format", "whole")
 
     def __init__(self, format_: SliceFormat, view: View, deterministic: bool, step: int = 0) -> None:
         super().__init__(format_.label, view, step)
         self.format = format_
         self.whole = False  # known once a rank has contributed
         self._deterministic = deterministic
-        self._parts: dict[int, tuple[Part, bool]] = {}
-        self._sum: Part | None = None
+        self._parts: dict[int, tuple[Array, bool]] = {}
+        self._sum: Array | None = None
         self._owned = False  # whether _sum may be added to in place
 
-    def add(self, rank: int, step: int, part: Part | None, *, whole: bool = False, owned: bool = False) -> None:
-        """Takes the contribution of `rank`, as `SliceFormat.part` makes it; None contributes nothing.
-
-        Args:
-            whole: whether it is the rank's residual.
-            owned: whether `part` may be written to.
-        """
+    def add(self, rank: int, step: int, part: Array | None, *, whole: bool = False, owned: bool = False) -> None:
+        """Takes what `rank` contributes, if anything: its residual if `whole`; it may be written to if `owned`."""
         self._check(rank, step)
         if not self.arrived:
             self.whole = whole
@@ -124,11 +102,9 @@ class SumRound(Round):
                 "call strategy.combine() on every rank before"
             )
         self.arrived.add(rank)
-        if part is None:
-            return
-        if self._deterministic:
+        if part is not None and self._deterministic:
             self._parts[rank] = part, owned
-        else:
+        elif part is not None:
             self._add(part, owned)
 
     @property
@@ -149,7 +125,7 @@ class SumRound(Round):
             result = result.copy()
         return result.view(np.uint8).data
 
-    def _add(self, part: Part, owned: bool) -> None:
+    def _add(self, part: Array, owned: bool) -> None:
         codec = self.format.codec
         if codec is not None and not self.whole:
             if self._sum is not None:  # decoded, so it is ours
@@ -168,8 +144,6 @@ class GatherRound(Round):
 
     The result is the payloads' sizes, one little-endian u64 per rank, followed by the payloads in rank order.
     """
-
-    __slots__ = ("_pieces", "slice_bytes")
 
     def __init__(self, label: str, view: View, slice_bytes: int) -> None:
         super().__init__(label, view, 0)
@@ -219,14 +193,10 @@ def pack_sparse(indices: Buffer, data: Buffer) -> bytes:
 
 def unpack_sparse(parts: Sequence[Buffer]) -> tuple[Array, Array]:
     """Indices and data of all ranks in rank order, each flat uint8."""
-    indices, data = [], []
-    for part in parts:
-        view = np.frombuffer(part, np.uint8)
-        if not len(view):
-            continue
-        end = _INDICES_SIZE.size + _INDICES_SIZE.unpack_from(part)[0]
-        indices.append(view[_INDICES_SIZE.size : end])
-        data.append(view[end:])
-    if not data:
-        return np.empty(0, np.uint8), np.empty(0, np.uint8)
+    indices, data = [np.empty(0, np.uint8)], [np.empty(0, np.uint8)]
+    for view in (np.frombuffer(part, np.uint8) for part in parts):
+        if len(view):
+            end = _INDICES_SIZE.size + _INDICES_SIZE.unpack_from(view.data)[0]
+            indices.append(view[_INDICES_SIZE.size : end])
+            data.append(view[end:])
     return np.concatenate(indices), np.concatenate(data)

@@ -1,15 +1,11 @@
-"""Codecs: how float32 slices become fewer bytes on the wire, and what of them does not get through.
-
-All are deterministic: the same numbers give the same bytes. They work in pieces that fit into a processor's cache,
-without arrays of the slice's size beside the result (`topk` apart).
+"""Codecs: how float32 slices become fewer bytes on the wire. The same numbers give the same bytes.
 
 **Error feedback** (1-bit SGD, Seide et al., Interspeech 2014; EF-SignSGD, https://arxiv.org/abs/1901.09847): what a
-codec could not express is its *residual*, added to the next step's numbers, so that it is late but not lost. `bfloat16`
-and `float16` round to nearest and have none.
+codec could not express is its *residual*, added to the next step's numbers, so that it is late but not lost. The 16-bit
+codecs round to nearest and have none.
 
 **What is not finite is never lost.** The 16-bit codecs keep NaN and infinity, and `topk` sends them first. `int8` and
-`onebit` send NaN for the whole block around one. The residual there stays as it was: one such step does not spoil
-later ones.
+`onebit` send NaN for the whole block around one, whose residual stays as it was.
 """
 
 from __future__ import annotations
@@ -45,22 +41,16 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.one: Floats = np.empty(PIECE, np.float32)
         self.two: Floats = np.empty(PIECE, np.float32)
-        self.flags: NDArray[np.bool_] = np.empty(PIECE, np.bool_)
 
 
 _scratch = _Scratch()
 
 
 class Codec(abc.ABC):
-    """One codec, always the same object for one name; any thread.
+    """One codec, always the same object for one name; any thread."""
 
-    Attributes:
-        name: as in `Config.compression`.
-        feeds_back: whether it leaves a residual.
-    """
-
-    name: str
-    feeds_back = False
+    name: str  # as in `Config.compression`
+    feeds_back = False  # whether it leaves a residual
 
     @abc.abstractmethod
     def wire_bytes(self, items: int) -> int:
@@ -70,31 +60,16 @@ class Codec(abc.ABC):
         return self.name
 
     def encode(self, values: Floats, residual: Floats | None = None) -> Bytes:
-        """Encodes `values` and the `residual` of the last time; leaves there what cannot be expressed this time.
-
-        Args:
-            values: flat, not changed.
-            residual: of the same size, changed in place; None: what cannot be expressed is lost.
-
-        Returns:
-            `wire_bytes(values.size)` bytes.
-        """
+        """Encodes flat `values` and the `residual` of the last time; leaves there what it cannot express now."""
         data = np.empty(self.wire_bytes(values.size), np.uint8)
         with np.errstate(all="ignore"):
             self._encode(values, residual if self.feeds_back else None, data)
         return data
 
     def decode(self, data: Bytes, out: Floats, *, add: bool = False) -> None:
-        """Writes decoded `data` to `out`, or adds it.
-
-        Raises:
-            ProtocolError: `data` is not what `encode` makes of so many numbers.
-        """
-        if data.size != self.wire_bytes(out.size):
-            raise ProtocolError(
-                f"{out.size} numbers encoded as {self.name} must have {self.wire_bytes(out.size)} bytes, got "
-                f"{data.size}"
-            )
+        """Writes decoded `data` to `out`, or adds it. Raises ProtocolError if it is not of so many numbers."""
+        if data.size != (size := self.wire_bytes(out.size)):
+            raise ProtocolError(f"{out.size} numbers encoded as {self.name} must have {size} bytes, got {data.size}")
         with np.errstate(all="ignore"):
             self._decode(data, out, add)
 
@@ -105,17 +80,44 @@ class Codec(abc.ABC):
     def _decode(self, data: Bytes, out: Floats, add: bool) -> None: ...
 
 
-def _ranges(items: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + PIECE, items)) for begin in range(0, items, PIECE))
+def _ranges(items: int, block: int = 1) -> Iterator[slice]:
+    """Pieces of whole blocks, then the last block if it is shorter."""
+    whole = items - items % block
+    yield from (slice(begin, min(begin + PIECE, whole)) for begin in range(0, whole, PIECE))
+    if whole < items:
+        yield slice(whole, items)
 
 
-class _Bfloat16(Codec):
+class _Pieces(Codec):
+    """A codec that decodes piece by piece."""
+
+    bits: int  # of an encoded number, beside its scale
+    block = 1  # numbers that have a scale in common
+
+    def wire_bytes(self, items: int) -> int:
+        return self._body_bytes(items)
+
+    def _body_bytes(self, items: int) -> int:
+        return -(-items * self.bits // 8)
+
+    def _decode(self, data: Bytes, out: Floats, add: bool) -> None:
+        for where in _ranges(out.size, self.block):
+            target = out[where]
+            decoded = _scratch.one[: target.size] if add else target
+            self._decode_piece(data, out.size, where, decoded)
+            if add:
+                np.add(target, decoded, out=target)
+
+    @abc.abstractmethod
+    def _decode_piece(self, data: Bytes, items: int, where: slice, out: Floats) -> None:
+        """Decodes numbers `where` of `items`."""
+
+
+class _Bfloat16(_Pieces):
     """The upper half of a float32, rounded to nearest, ties to even."""
 
     name = "bfloat16"
-
-    def wire_bytes(self, items: int) -> int:
-        return 2 * items
+    bits = 16
 
     def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         halves = data.view(np.uint16)
@@ -123,76 +125,49 @@ class _Bfloat16(Codec):
             piece = values[where]
             bits, rounded = piece.view(np.uint32), _scratch.one[: piece.size].view(np.uint32)
             np.right_shift(bits, 16, out=rounded)
-            np.bitwise_and(rounded, 1, out=rounded)
-            np.add(rounded, bits, out=rounded)
-            np.add(rounded, 0x7FFF, out=rounded)
+            rounded &= 1
+            rounded += bits
+            rounded += 0x7FFF
             halves[where] = rounded.view(np.uint16)[1::2]
             if np.isnan(piece.max()):  # adding may have carried a NaN into the sign: GPUs make 0x7FFFFFFF
                 halves[where][np.isnan(piece)] = _BFLOAT16_NAN
 
-    def _decode(self, data: Bytes, out: Floats, add: bool) -> None:
-        halves = data.view(np.uint16)
-        for where in _ranges(out.size):
-            target = out[where]
-            bits = (_scratch.one[: target.size] if add else target).view(np.uint32)
-            bits[...] = halves[where]
-            np.left_shift(bits, 16, out=bits)
-            if add:
-                np.add(target, bits.view(np.float32), out=target)
+    def _decode_piece(self, data: Bytes, items: int, where: slice, out: Floats) -> None:
+        bits = out.view(np.uint32)
+        bits[...] = data.view(np.uint16)[where]
+        bits <<= 16
 
 
-class _Float16(Codec):
+class _Float16(_Pieces):
     """IEEE half precision; above 65504 infinity."""
 
     name = "float16"
-
-    def wire_bytes(self, items: int) -> int:
-        return 2 * items
+    bits = 16
 
     def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         data.view(np.float16)[...] = values
 
-    def _decode(self, data: Bytes, out: Floats, add: bool) -> None:
-        halves = data.view(np.float16)
-        for where in _ranges(out.size):
-            if add:
-                decoded = _scratch.one[: out[where].size]
-                decoded[...] = halves[where]
-                np.add(out[where], decoded, out=out[where])
-            else:
-                out[where] = halves[where]
+    def _decode_piece(self, data: Bytes, items: int, where: slice, out: Floats) -> None:
+        out[...] = data.view(np.float16)[where]
 
 
-class _Blocks(Codec):
-    """A codec with one scale per block; the last block may be shorter."""
+class _Blocks(_Pieces):
+    """A codec with one scale per block: first all scales, then the body."""
 
     feeds_back = True
-    block: int
 
-    def _parts(self, items: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
-        """Yields ranges of numbers and of their blocks, and the shape (blocks, numbers in each) of such a range."""
-        whole = items - items % self.block
-        for where in _ranges(whole):
-            blocks = slice(where.start // self.block, where.stop // self.block)
-            yield where, blocks, (blocks.stop - blocks.start, self.block)
-        if whole < items:
-            yield slice(whole, items), slice(whole // self.block, whole // self.block + 1), (1, items - whole)
-
-    def _count(self, items: int) -> int:
-        return -(-items // self.block)
+    def wire_bytes(self, items: int) -> int:
+        return 4 * -(-items // self.block) + self._body_bytes(items)
 
     def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
-        scales = data[: 4 * self._count(values.size)].view(np.float32)
-        body = data[4 * self._count(values.size) :]
-        for where, blocks, shape in self._parts(values.size):
-            one = _scratch.one[: shape[0] * shape[1]].reshape(shape)
-            two = _scratch.two[: one.size].reshape(shape)
-            numbers, own = values[where].reshape(shape), None
+        for where in _ranges(values.size, self.block):
+            numbers, own = self._blocks(values[where]), None
+            two = self._blocks(_scratch.two[: numbers.size])
             if residual is not None:
-                own = residual[where].reshape(shape)
-                numbers = np.add(numbers, own, out=one)
-            scale = scales[blocks]
-            self._encode_blocks(numbers, two, scale, body, where)  # leaves in `two` what will be decoded
+                own = self._blocks(residual[where])
+                numbers = np.add(numbers, own, out=self._blocks(_scratch.one[: numbers.size]))
+            scale, body = self._of_piece(data, values.size, where)
+            self._encode_blocks(numbers, two, scale, body)  # leaves in `two` what will be decoded
             if own is None:
                 continue
             if np.isnan(scale).any():
@@ -200,34 +175,35 @@ class _Blocks(Codec):
             else:
                 np.subtract(numbers, two, out=own)
 
-    def _decode(self, data: Bytes, out: Floats, add: bool) -> None:
-        scales = data[: 4 * self._count(out.size)].view(np.float32)
-        body = data[4 * self._count(out.size) :]
-        for where, blocks, shape in self._parts(out.size):
-            target = out[where].reshape(shape)
-            decoded = _scratch.one[: target.size].reshape(shape) if add else target
-            self._decode_blocks(scales[blocks][:, None], body, where, decoded)
-            if add:
-                np.add(target, decoded, out=target)
+    def _decode_piece(self, data: Bytes, items: int, where: slice, out: Floats) -> None:
+        scale, body = self._of_piece(data, items, where)
+        self._decode_blocks(scale[:, None], body, self._blocks(out))
+
+    def _blocks(self, numbers: Floats) -> Floats:
+        """The numbers of a piece, a row for each block."""
+        return numbers.reshape(-1, min(self.block, numbers.size))
+
+    def _of_piece(self, data: Bytes, items: int, where: slice) -> tuple[Floats, Bytes]:
+        """The scales and the body of a piece, which begins with a byte."""
+        scales, end = -(-items // self.block), -(-where.stop // self.block)
+        body = slice(self._body_bytes(where.start), self._body_bytes(where.stop))
+        return data[: 4 * scales].view(np.float32)[where.start // self.block : end], data[4 * scales :][body]
 
     @abc.abstractmethod
-    def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes, where: slice) -> None:
-        """Writes the scales, NaN for a block that is not finite, and the range `where` of `body`."""
+    def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes) -> None:
+        """Writes the scales, NaN for a block that is not finite, and the body."""
 
     @abc.abstractmethod
-    def _decode_blocks(self, scale: Floats, body: Bytes, where: slice, out: Floats) -> None: ...
+    def _decode_blocks(self, scale: Floats, body: Bytes, out: Floats) -> None: ...
 
 
 class _Int8(_Blocks):
     """Whole numbers from -127 to 127 times a scale: the largest number of the block over 127."""
 
     name = "int8"
-    block = INT8_BLOCK
+    bits, block = 8, INT8_BLOCK
 
-    def wire_bytes(self, items: int) -> int:
-        return 4 * self._count(items) + items
-
-    def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes, where: slice) -> None:
+    def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes) -> None:
         np.abs(numbers, out=two)
         peak = two.max(axis=1)  # NaN if there is one
         small = peak < _LEAST_PEAK
@@ -236,44 +212,34 @@ class _Int8(_Blocks):
         inverse[small] = scale[small] = 0
         scale[~np.isfinite(peak)] = np.nan
         np.multiply(numbers, inverse[:, None], out=two)
-        np.add(two, _ROUND, out=two)
-        body.view(np.int8)[where] = two.reshape(-1).view(np.int8)[::4]  # the low byte of each, as of a whole number
-        np.subtract(two, _ROUND, out=two)
-        np.multiply(two, scale[:, None], out=two)
+        two += _ROUND
+        body.view(np.int8)[...] = two.reshape(-1).view(np.int8)[::4]  # the low byte of each, as of a whole number
+        two -= _ROUND
+        two *= scale[:, None]
 
-    def _decode_blocks(self, scale: Floats, body: Bytes, where: slice, out: Floats) -> None:
-        out[...] = body.view(np.int8)[where].reshape(out.shape)
-        np.multiply(out, scale, out=out)
+    def _decode_blocks(self, scale: Floats, body: Bytes, out: Floats) -> None:
+        out[...] = body.view(np.int8).reshape(out.shape)
+        out *= scale
 
 
 class _OneBit(_Blocks):
     """The sign of each number times a scale: the mean size of the block's numbers."""
 
     name = "onebit"
-    block = SIGN_BLOCK
+    bits, block = 1, SIGN_BLOCK
 
-    def wire_bytes(self, items: int) -> int:
-        return 4 * self._count(items) + -(-items // 8)
-
-    def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes, where: slice) -> None:
+    def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes) -> None:
         np.abs(numbers, out=two)
         two.mean(axis=1, out=scale)
         scale[~np.isfinite(scale)] = np.nan
-        flags = _scratch.flags[: numbers.size]
-        np.signbit(numbers.reshape(-1), out=flags)
-        body[_bits(where)] = np.packbits(flags)
+        body[...] = np.packbits(np.signbit(numbers))
         np.copysign(scale[:, None], numbers, out=two)
 
-    def _decode_blocks(self, scale: Floats, body: Bytes, where: slice, out: Floats) -> None:
+    def _decode_blocks(self, scale: Floats, body: Bytes, out: Floats) -> None:
         bits = out.view(np.uint32)
-        bits[...] = np.unpackbits(body[_bits(where)], count=out.size).reshape(out.shape)
-        np.left_shift(bits, 31, out=bits)
-        np.bitwise_or(bits, np.ascontiguousarray(scale).view(np.uint32), out=bits)
-
-
-def _bits(where: slice) -> slice:
-    """The bytes with the bits of a range, which begins with a byte."""
-    return slice(where.start // 8, -(-where.stop // 8))
+        bits[...] = np.unpackbits(body, count=out.size).reshape(out.shape)
+        bits <<= 31
+        bits |= np.ascontiguousarray(scale).view(np.uint32)
 
 
 class _TopK(Codec):
@@ -348,17 +314,11 @@ def _at_least(numbers: Floats, bound: np.uint32) -> NDArray[np.intp]:
 
 
 _PLAIN: dict[str, Codec] = {codec.name: codec for codec in (_Bfloat16(), _Float16(), _Int8(), _OneBit())}
-
-
 _top_k = functools.cache(_TopK)  # one object for all spellings of a fraction
 
 
 def codec_of(name: str) -> Codec | None:
-    """The codec of this name; None for "none".
-
-    Raises:
-        ConfigError: there is no such codec.
-    """
+    """The codec of this name; None for "none". Raises ConfigError if there is no such codec."""
     return None if name == NONE else known(name)
 
 

@@ -23,11 +23,7 @@ _T = TypeVar("_T")
 
 
 def parse_dtype(name: str) -> DType:
-    """The numeric numpy dtype called `name`, also `bfloat16` and other ml_dtypes types if installed.
-
-    Raises:
-        ConfigError: there is no such dtype, or it cannot be summed.
-    """
+    """The numeric numpy dtype called `name`, also `bfloat16` and other ml_dtypes types if installed, or ConfigError."""
     with contextlib.suppress(ImportError):
         import ml_dtypes  # noqa: F401  # registers its names; a pserver without it serves numpy's dtypes
     try:
@@ -41,34 +37,17 @@ def parse_dtype(name: str) -> DType:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One bucket as all ranks must declare it.
+    """One bucket as all ranks must declare it. ConfigError: a value is out of range; the message names the field."""
 
-    Args:
-        names: of its variables (`("dense/kernel", "dense/bias")`), or one name for anything else.
-        kind: `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one.
-        nbytes: sum: payload size of every rank; gather: 0 (sizes may differ by rank and step).
-        dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
-        priority: 0 = most urgent.
-        occasional: not exchanged every step; balanced over pservers apart from the others.
-        codec: of the slices of a sum of float32 on the wire; None: they travel as they are.
-        alike: names common to all ranks, for comparison, if `names` contain numbers counted per rank.
-            Empty: `names`.
-        update: the rule by which pservers update what they keep; None: they only sum. With a codec they reply with the
-            change of the parameters.
-
-    Raises:
-        ConfigError: a value is out of range; the message names the field.
-    """
-
-    names: tuple[str, ...]
-    kind: BucketKind
-    nbytes: int
-    dtype: str
-    priority: int
-    occasional: bool = False
-    alike: tuple[str, ...] = ()
-    codec: Codec | None = None
-    update: UpdateSpec | None = None
+    names: tuple[str, ...]  # of its variables (`("dense/kernel", "dense/bias")`), or one name for anything else
+    kind: BucketKind  # `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one
+    nbytes: int  # sum: payload size of every rank; gather: 0 (sizes may differ by rank and step)
+    dtype: str  # numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`
+    priority: int  # 0 = most urgent
+    occasional: bool = False  # not exchanged every step; balanced over pservers apart from the others
+    alike: tuple[str, ...] = ()  # names common to all ranks if `names` contain numbers counted per rank; empty: `names`
+    codec: Codec | None = None  # of the slices of a sum of float32 on the wire; None: they travel as they are
+    update: UpdateSpec | None = None  # of what pservers keep; None: they only sum. With a codec changes come back
 
     def __post_init__(self) -> None:
         if not isinstance(self.names, tuple) or not self.names:
@@ -98,48 +77,31 @@ class BucketSpec:
         """Names that are the same on all ranks."""
         return self.alike or self.names
 
-    @property
-    def common_name(self) -> str:
-        """`common_names` in one string."""
-        return ", ".join(self.common_names)
-
     def __str__(self) -> str:
         size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""
         codec = "" if self.codec is None else f" as {self.codec}"
         update = "" if self.update is None else f" updated by {self.update.text()}"
-        return f"bucket '{self.common_name}' {self.kind}{size}{codec} priority {self.priority}{update}"
+        return f"bucket '{', '.join(self.common_names)}' {self.kind}{size}{codec} priority {self.priority}{update}"
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Measurements of the path to one pserver.
-
-    Args:
-        bytes_per_s: payload while something was waiting to be sent; 0: nothing ever waited.
-        cpu_s_per_step: of the pserver's process, for all workers; None: unknown.
-        shared_memory: instead of a network.
-    """
+    """Measurements of the path to one pserver."""
 
     pserver: str
-    bytes_per_s: float
-    cpu_s_per_step: float | None = None
-    shared_memory: bool = False
+    bytes_per_s: float  # payload while something was waiting to be sent; 0: nothing ever waited
+    cpu_s_per_step: float | None = None  # of the pserver's process, for all workers; None: unknown
+    shared_memory: bool = False  # instead of a network
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What comes back for one push; exactly one of the fields is set.
+    """What comes back for one push; exactly one of the fields is set."""
 
-    Attributes:
-        sum: uint8 array of the bucket's size, writable, 64-byte aligned, owned by the receiver (the embedded exchange
-            returns the pushed payload object itself).
-        parts: one bytes-like per rank, in rank order.
-        error: why there is no result.
-    """
-
+    # uint8 array of the bucket's size, writable, 64-byte aligned, owned by the receiver; embedded: the pushed object.
     sum: Buffer = None
-    parts: list[Buffer] | None = None
-    error: TfpsError | None = None
+    parts: list[Buffer] | None = None  # one bytes-like per rank, in rank order
+    error: TfpsError | None = None  # why there is no result
 
 
 OnReply = Callable[[Reply], None]
@@ -150,33 +112,22 @@ class Info(Protocol):
     """What there is to know about an exchange, for reports and pictures."""
 
     @property
-    def embedded(self) -> bool:
-        """Whether there are one worker and no pserver: what is pushed comes back unchanged."""
-
+    def embedded(self) -> bool: ...  # one worker and no pserver: what is pushed comes back unchanged
     @property
-    def run(self) -> str:
-        """Tells this run of the job from others, the same on all ranks; empty where there is no other."""
-
+    def run(self) -> str: ...  # tells this run of the job from others, the same on all ranks; empty if embedded
     @property
-    def slice_bytes(self) -> int:
-        """Maximum size of slices, as tuned; 0 where nothing is cut."""
-
+    def slice_bytes(self) -> int: ...  # maximum size of slices, as tuned; 0 if nothing is cut
     @property
-    def window_bytes(self) -> int:
-        """Maximum bytes in flight per pserver and direction, as tuned; 0 where none are."""
+    def window_bytes(self) -> int: ...  # maximum in flight per pserver and direction, as tuned; 0 if there are none
 
     def owners(self, bucket: int) -> list[int]:
-        """Number of the pserver of each slice of `bucket`, as cut now; empty where nothing is cut."""
+        """Number of the pserver of each slice of `bucket`, as cut now; empty if nothing is cut."""
 
     def progress(self, bucket: int) -> float:
         """Fraction of the current push of `bucket` that has come back, 0 to 1."""
 
     def links(self) -> list[Link]:
-        """Measurements of the paths to the pservers; empty if there are none.
-
-        Raises:
-            TfpsError: a pserver does not answer.
-        """
+        """Measurements of the paths to the pservers. Raises TfpsError if one does not answer."""
 
 
 class State(Protocol):
@@ -184,21 +135,14 @@ class State(Protocol):
 
     Pservers keep arrays of a bucket with an update: 0 is the parameters, then come the update's slots, then, if the
     bucket has a codec, the workers' copy of the parameters. A codec with error feedback keeps a residual on every rank
-    and pserver: what it could not express yet.
-
-    Raises:
-        ProtocolError: there is no such part of an array.
-        TfpsError: a pserver does not answer, or the exchange has failed.
+    and pserver: what it could not express yet. ProtocolError: there is no such part of an array.
     """
 
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
-        """Replaces part of an array that pservers keep; returns when all have it.
+        """Replaces part of an array that pservers keep, from byte `begin` on; returns when all have it.
 
         For rank 0, between the last reply to it and its next push, from which on it counts: until then every rank gets
         what was there. Writing array 0 overwrites the workers' copy, too; write that copy last if it must differ.
-
-        Args:
-            begin: in bytes, of the bucket.
         """
 
     def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
@@ -208,14 +152,13 @@ class State(Protocol):
         """
 
     def steps(self, bucket: int) -> int:
-        """How many steps of a bucket have begun; 0 where nothing is sent."""
+        """How many steps of a bucket have begun; 0 if nothing is sent."""
 
     def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
         """Takes one step of `bucket`, as every rank must: the reply is the sum of all its residuals.
 
-        After that rank 0 has the sum as its residual, and neither other ranks nor pservers have any. So what follows is
-        the same as after `set_residual` with this sum in a new job, whatever its numbers of workers and pservers.
-        Nothing else of the bucket may be under way. For one thread at a time.
+        After that rank 0 has the sum as its residual, and nobody else has any, as after `set_residual` with this sum in
+        a new job of any size. Nothing else of the bucket may be under way. For one thread at a time.
         """
 
     def set_residual(self, bucket: int, values: Floats) -> None:
@@ -223,19 +166,13 @@ class State(Protocol):
 
 
 class Peers(Protocol):
-    """What a rank says to the other ranks and asks them, beside its pushes.
-
-    Raises:
-        TfpsError: a pserver does not answer, or the exchange has failed.
-    """
+    """What a rank says to the other ranks and asks them, beside its pushes. TfpsError: a pserver does not answer."""
 
     def quiesce(self) -> None:
         """In mode "async": this rank takes no further step before all ranks have called this, and holds up nobody.
 
-        Its pushes must have been answered, or wait for other ranks.
-
-        Raises:
-            MismatchError: others wait for this rank to take its first step, or to assign values as they have.
+        Its pushes must have been answered, or wait for other ranks. MismatchError: others wait for this rank to take
+        its first step, or to assign values as they have.
         """
 
     def fetch_add(self, counter: str) -> int:
@@ -252,17 +189,12 @@ class Peers(Protocol):
 
 
 class Captures(Protocol):
-    """Records captures on all workers and pservers, in their recorders. For rank 0 only.
-
-    Raises:
-        UnsupportedError: this is another rank.
-    """
+    """Records captures on all workers and pservers, in their recorders. UnsupportedError on all ranks but 0."""
 
     def start(self) -> None:
         """Starts recording; returns when all pservers record. Other workers start when told, a moment later.
 
-        Raises:
-            TfpsError: a capture is being recorded, or the exchange has failed or was closed.
+        TfpsError: a capture is being recorded, or the exchange has failed or was closed.
         """
 
     def stop(
@@ -271,13 +203,11 @@ class Captures(Protocol):
         """Stops recording everywhere and collects the records, in half a minute at most.
 
         Records that a worker has not uploaded by then are left out, which is logged. Clock offsets are measured here.
+        TfpsError: no capture is being recorded, or the exchange has failed meanwhile.
 
         Args:
-            buckets: by id, as shown to users; those of higher ids appear as declared.
+            buckets: by id, as users know them; those of higher ids appear as declared.
             settings: in addition to the policy and the sizes of slices and windows.
-
-        Raises:
-            TfpsError: no capture is being recorded, or the exchange has failed meanwhile.
         """
 
 
@@ -285,32 +215,19 @@ class Exchange(Protocol):
     """Sums and gathers buckets over all workers of a job."""
 
     @property
-    def rank(self) -> int:
-        """This worker's number, from 0."""
-
+    def rank(self) -> int: ...  # this worker's number, from 0
     @property
-    def view(self) -> View:
-        """Who takes part in the job now."""
-
+    def view(self) -> View: ...  # who takes part in the job now
     @property
-    def info(self) -> Info:
-        """What there is to know about it."""
-
+    def info(self) -> Info: ...
     @property
-    def state(self) -> State:
-        """What pservers keep of buckets, and residuals."""
-
+    def state(self) -> State: ...
     @property
-    def peers(self) -> Peers:
-        """The other ranks."""
-
+    def peers(self) -> Peers: ...
     @property
-    def captures(self) -> Captures:
-        """Captures of all workers and pservers."""
-
+    def captures(self) -> Captures: ...
     @property
-    def failure(self) -> TfpsError | None:
-        """Why the exchange has failed, or None."""
+    def failure(self) -> TfpsError | None: ...
 
     def declare(
         self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
@@ -330,7 +247,7 @@ class Exchange(Protocol):
             TfpsError: the exchange failed meanwhile or was closed.
         """
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         """Gives this rank's contribution to the next step of `bucket`; never blocks on the network.
 
         A push of a bucket whose earlier push is outstanding waits its turn inside the engine. `on_reply` is called
@@ -338,17 +255,14 @@ class Exchange(Protocol):
         may push.
 
         Args:
-            bucket: an id that `declare` returned.
             payload: C-contiguous bytes, not modified before the reply. None contributes nothing to a sum (if
                 only one rank contributes, and without a codec, the result is bit-identical to its bytes; if none does,
                 zeros) and an empty part to a gather.
-            numbers: `StepScalars.pack` of the step, for a bucket with an update, whose reply is the new parameters. If
-                the bucket has a codec, too, the reply is what every rank must add (float32, denormals flushed) to what
-                it has of them: then all have the same, bit for bit, and close to the pservers' own parameters. In mode
-                "async" the reply is always the parameters, and a push without payload and numbers only reads them.
+            step_scalars: `StepScalars.pack`, for a bucket with an update, whose reply is the new parameters. If the
+                bucket has a codec, too, the reply is what every rank must add (float32, denormals flushed) to what it
+                has of them: then all have the same, bit for bit, and close to the pservers' own parameters. In mode
+                "async" the reply is always the parameters, and a push without payload and scalars only reads them.
 
-        Raises:
-            ProtocolError: there is no such bucket, or the payload has the wrong size.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:
@@ -358,19 +272,11 @@ class Exchange(Protocol):
         """Fails the exchange from outside: outstanding pushes get `error`, the other workers are told."""
 
     def close(self, reason: str = "") -> None:
-        """Leaves the job; outstanding pushes get ClosedError. May be called again.
-
-        Args:
-            reason: what ends this program early, for the error of ranks that wait for this one.
-        """
+        """Leaves the job, with the `reason` if its program ends early; outstanding pushes get ClosedError."""
 
 
 def as_bytes(payload: Payload | None) -> memoryview | None:
-    """A flat view of the payload's bytes, without a copy.
-
-    Raises:
-        ProtocolError: the payload is not C-contiguous.
-    """
+    """A flat view of the payload's bytes, without a copy. Raises ProtocolError if they are not C-contiguous."""
     if payload is None:
         return None
     # numpy first: memoryviews of zero-size arrays and of exotic dtypes (bfloat16) cannot be cast
@@ -385,11 +291,7 @@ def as_bytes(payload: Payload | None) -> memoryview | None:
 
 
 def declared(buckets: Sequence[_T], bucket: int) -> _T:
-    """What `buckets` has of the declared bucket with this id.
-
-    Raises:
-        ProtocolError: there is no such bucket.
-    """
+    """What `buckets` has of the declared bucket with this id. Raises ProtocolError if there is none."""
     if not 0 <= bucket < len(buckets):
         raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {bucket}")
     return buckets[bucket]
@@ -407,17 +309,13 @@ class FailureState:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
         self._listeners: list[FailureListener] = []
-        self._failure: TfpsError | None = None
+        self.failure: TfpsError | None = None
         self._closed = False
-
-    @property
-    def failure(self) -> TfpsError | None:
-        return self._failure
 
     @property
     def end(self) -> TfpsError | None:
         """Why nothing can be pushed any more: the failure, else ClosedError once closed, else None."""
-        return self._failure or (ClosedError("the exchange is closed") if self._closed else None)
+        return self.failure or (ClosedError("the exchange is closed") if self._closed else None)
 
     def check(self) -> None:
         """Raises `end`, if there is one."""
@@ -427,9 +325,9 @@ class FailureState:
     def fail(self, error: TfpsError) -> bool:
         """Keeps the first error and calls the listeners; False if there was one before, or after `close`."""
         with self._lock:
-            if self._failure is not None or self._closed:
+            if self.failure is not None or self._closed:
                 return False
-            self._failure = error
+            self.failure = error
             listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener(error)
@@ -443,7 +341,7 @@ class FailureState:
 
     def add_listener(self, listener: FailureListener) -> None:
         with self._lock:
-            error = self._failure
+            error = self.failure
             if error is None:
                 self._listeners.append(listener)
         if error is not None:

@@ -7,8 +7,10 @@ Tested in tests/exchange/test_layout.py and tests/exchange/test_tuning.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfps.config import MAX_SLICE_BYTES, Placement
 from tfps.errors import ConfigError, ProtocolError
@@ -23,8 +25,7 @@ _FASTER = 1.25  # if larger slices are so much faster, CPUs are the limit, not t
 _DELAY = 0.015  # of a step that one slice per pserver may take on the wire, ahead of an urgent one
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Slice:
+class Slice(NamedTuple):
     """A contiguous range of a bucket, in bytes."""
 
     offset: int
@@ -34,10 +35,8 @@ class Slice:
 def cut(nbytes: int, slice_bytes: int, item_bytes: int = 1) -> list[Slice]:
     """Cuts [0, nbytes) at multiples of `slice_bytes`, rounded down to whole items (at least one); the last is shorter.
 
-    An empty bucket has one empty slice, so that it is pushed and replied to like any other.
-
-    Raises:
-        ConfigError: a size is out of range, or nbytes is not a whole number of items.
+    An empty bucket has one empty slice, so that it is pushed and replied to like any other. Raises ConfigError if a
+    size is out of range, or nbytes is not a whole number of items.
     """
     if slice_bytes <= 0 or item_bytes <= 0:
         raise ConfigError(f"slice_bytes and item_bytes must be positive, got {slice_bytes} and {item_bytes}")
@@ -50,8 +49,8 @@ def cut(nbytes: int, slice_bytes: int, item_bytes: int = 1) -> list[Slice]:
 def bucket_limit(before: int, slice_bytes: int, first_bytes: int) -> int:
     """The size limit of a fused bucket that follows `before` bytes in the order of first use, in bytes.
 
-    The first bucket gets the last gradient of a step, and the next step needs its update first: its whole exchange is
-    exposed. So it is small, and each further one is at most as large as all before it.
+    The whole exchange of the first is exposed: its gradient is the last, its update the first that is needed. So it is
+    small, and each further one is at most as large as all before it.
     """
     return min(slice_bytes, max(first_bytes, before))
 
@@ -65,52 +64,32 @@ class Placer:
 
     def __init__(self, pservers: Sequence[int], placement: Placement) -> None:
         self._pservers, self._placement = pservers, placement
-        self._bytes = [0] * len(pservers)
-        self._occasional = [0] * len(pservers)
-        self._gathers = [0] * len(pservers)
-        self._turn = 0
-
-    @property
-    def bytes_per_pserver(self) -> list[int]:
-        """Bytes that each pserver owns so far, without gathers and occasional buckets."""
-        return list(self._bytes)
+        # Bytes that each pserver owns so far; gathers are counted instead, as their sizes are unknown.
+        self.bytes_per_pserver, self._occasional, self._gathers = ([0] * len(pservers) for _ in range(3))
+        self._turns = itertools.cycle(range(len(pservers)))
 
     def place(self, sizes: Sequence[int], occasional: bool = False) -> list[int]:
         """The owner of each slice of a bucket; `sizes` in bytes. Occasional ones are balanced apart."""
-        load = self._occasional if occasional else self._bytes
-        owners = []
-        for nbytes in sizes:
-            place = self._next(load)
-            load[place] += nbytes
-            owners.append(self._pservers[place])
-        return owners
+        load = self._occasional if occasional else self.bytes_per_pserver
+        return [self._next(load, nbytes) for nbytes in sizes]
 
     def place_gather(self) -> int:
-        """The owner of a gather. Gathers are counted instead of bytes, as their sizes are unknown."""
-        place = self._next(self._gathers)
-        self._gathers[place] += 1
-        return self._pservers[place]
+        """The owner of a gather."""
+        return self._next(self._gathers, 1)
 
-    def _next(self, load: list[int]) -> int:
-        if self._placement == "balanced":
-            return load.index(min(load))
-        self._turn += 1
-        return (self._turn - 1) % len(load)
+    def _next(self, load: list[int], more: int) -> int:
+        place = load.index(min(load)) if self._placement == "balanced" else next(self._turns)
+        load[place] += more
+        return self._pservers[place]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The result of tuning.
+    """The result of tuning."""
 
-    Args:
-        slice_bytes: of the listed buckets from the given steps on.
-        window_bytes: from now on.
-        steps: bucket -> the first step with the new slices.
-    """
-
-    slice_bytes: int
-    window_bytes: int
-    steps: Mapping[int, int]
+    slice_bytes: int  # of the buckets in `steps`, from there on
+    window_bytes: int  # from now on
+    steps: Mapping[int, int]  # bucket -> the first step with the new slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +115,13 @@ def tunable(spec: BucketSpec) -> bool:
 def cut_anew(
     specs: Sequence[BucketSpec], layout: Layout, pservers: Sequence[int], placement: Placement
 ) -> dict[int, Cutting]:
-    """The new cutting of every bucket in `layout`; `specs` has all buckets, by number.
-
-    Raises:
-        ProtocolError: the layout does not fit the buckets.
-    """
+    """The new cutting of every bucket in `layout`; `specs` has all, by number. ProtocolError: it does not fit them."""
     if not 0 < layout.slice_bytes <= MAX_SLICE_BYTES or layout.window_bytes <= 0:
         raise ProtocolError(
             f"a layout must have slices of 1 to {MAX_SLICE_BYTES} bytes and a window, got {layout.slice_bytes} and "
             f"{layout.window_bytes}"
         )
-    placer = Placer(pservers, placement)
-    found = {}
+    placer, found = Placer(pservers, placement), {}
     for bucket in sorted(layout.steps):
         if not 0 <= bucket < len(specs) or not tunable(specs[bucket]):
             raise ProtocolError(f"a layout must list buckets that can be cut, got bucket {bucket}")
@@ -160,33 +134,19 @@ def cut_anew(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rank 0's measurements.
+    """Rank 0's measurements."""
 
-    Args:
-        bytes_per_s: payload that all pservers together received from this worker while it had something to send.
-        round_trip_s: of a small call through gRPC, on an idle connection.
-        message_s: cost of one message at both ends, without the network.
-        step_s: of one training step.
-        pservers: their number.
-    """
-
-    bytes_per_s: float
-    round_trip_s: float
-    message_s: float
-    step_s: float
-    pservers: int
+    bytes_per_s: float  # payload that all pservers together received from this worker while it had something to send
+    round_trip_s: float  # of a small call through gRPC, on an idle connection
+    message_s: float  # cost of one message at both ends, without the network
+    step_s: float  # of one training step
+    pservers: int  # their number
 
 
 def choose(
     measured: Measured, least_slice_bytes: int = MIN_TUNED_BYTES, most_slice_bytes: int = MAX_TUNED_BYTES
 ) -> tuple[int, int]:
-    """Slice and window size in bytes.
-
-    A slice's time on the wire is negligible in a step (a sum begins when all of it has come; over gRPC an urgent slice
-    waits for one), but long enough for handling to be a fraction of it. The windows of all pservers together, of use
-    over gRPC only, keep the link busy while receipts, one per half window, come back; anything more would only delay
-    urgent slices.
-    """
+    """Slice and window size in bytes: see "Tuning" in docs/design.md."""
     unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
     slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
     slice_bytes = _rounded(min(max(slice_bytes, least_slice_bytes), most_slice_bytes))

@@ -16,31 +16,21 @@ from tfps.types import Buffer
 class ParameterShard:
     """Part of a bucket's parameters (array 0) and of its slots (arrays 1, 2, ... in the order of the spec).
 
-    The parameters have no values until they have been put; slots begin with those of the spec.
-
-    Args:
-        label: for messages.
-        begin, nbytes: the part of the bucket, in bytes.
-        viewed: whether to keep the **worker view**, too, as the last array: the parameters as all workers have them.
+    The parameters have no values until they have been put; slots begin with those of the spec. If `viewed`, the last
+    array is the **worker view**: the parameters as all workers have them.
     """
 
     def __init__(self, label: str, spec: UpdateSpec, begin: int, nbytes: int, *, viewed: bool = False) -> None:
         self.label, self.spec = label, spec
         first, items = begin // ITEM_BYTES, nbytes // ITEM_BYTES
-        self._arrays: list[Floats] = [np.zeros(items, np.float32)]  # zeros take memory when written to
-        for _, value in spec.slots:
-            self._arrays.append(np.full(items, value, np.float32) if value else np.zeros(items, np.float32))
+        values = [0.0, *(value for _, value in spec.slots), *([0.0] if viewed else [])]
+        self._arrays: list[Floats] = [  # zeros take memory when written to
+            np.full(items, value, np.float32) if value else np.zeros(items, np.float32) for value in values
+        ]
         self._viewed = viewed
-        if viewed:
-            self._arrays.append(np.zeros(items, np.float32))
         self._put: list[tuple[int, int, bytes]] = []  # number of the array, first byte, values
         self._missing = [(0, nbytes)] if nbytes else []  # parameters without values: first byte, end
         self._runs = _runs(spec, first, items)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the parameters."""
-        return self._arrays[0].nbytes
 
     def put(self, number: int, begin: int, values: Buffer) -> None:
         """Replaces the bytes from `begin` on of array `number`, from the next `take_put` on.
@@ -79,9 +69,8 @@ class ParameterShard:
         """Applies the rule to what is here; returns the new parameters, which change with the next update."""
         parameters = self.parameters
         slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=False)}
-        g = np.frombuffer(gradient, np.uint8).view(np.float32)
         named = dict(zip(self.spec.scalars, scalars.values, strict=True))
-        rules.update(self.spec, self._runs, parameters, slots, g, named)
+        rules.update(self.spec, self._runs, parameters, slots, np.frombuffer(gradient, np.float32), named)
         return parameters.view(np.uint8).data
 
     @property
@@ -109,24 +98,16 @@ class ParameterShard:
 
 
 class Delta:
-    """Encodes parameters as their change since the worker view.
+    """Encodes parameters as their change since the worker view, to which it adds what workers decode, bit for bit.
 
     What a codec cannot express is part of the next change, so it is late but not lost, and there is no residual beside
     it. Workers compute gradients at their view, the owner updates the exact parameters (a preserved central model: MCM,
     https://arxiv.org/abs/2102.12528).
-
-    Args:
-        view: each encoding adds to it what workers decode, as they do, bit for bit.
     """
-
-    __slots__ = ("_codec", "_view")
 
     def __init__(self, codec: Codec, view: Floats) -> None:
         self._codec, self._view = codec, view
-
-    def wire_bytes(self, items: int) -> int:
-        """Size of so many encoded changes."""
-        return self._codec.wire_bytes(items)
+        self.wire_bytes = codec.wire_bytes
 
     def encode(self, values: Floats, residual: Floats | None = None) -> Bytes:
         """Encodes the change from the view to `values`; `residual` is not used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import struct
@@ -9,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfps.errors import ConfigError, ProtocolError
-
-_MARK = struct.Struct("<Q")
-_SCALAR_BYTES = 8
 
 #: What a rule needs beside the gradient: constants, scalars of each step beside the learning rate, and slots.
 CONSTANTS: dict[str, tuple[str, ...]] = {
@@ -46,24 +44,13 @@ AVERAGE = "average"  # the slot of a moving average of the variable itself
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
-    """The rule by which pservers update the variables of one bucket.
+    """The rule by which pservers update the variables of one bucket. ConfigError: something is missing or wrong."""
 
-    Args:
-        rule: a key of `CONSTANTS`.
-        constants: name and value of the rule's constants, and of `"weight_decay"` if some variables decay.
-        slots: name and initial value of each slot, in the optimizer's order.
-        sizes: items of each variable, in the bucket's order.
-        decayed: whether weight decay applies, for each variable.
-
-    Raises:
-        ConfigError: something is missing or out of range; the message says what.
-    """
-
-    rule: str
-    constants: tuple[tuple[str, float], ...]
-    slots: tuple[tuple[str, float], ...]
-    sizes: tuple[int, ...]
-    decayed: tuple[bool, ...]
+    rule: str  # a key of `CONSTANTS`
+    constants: tuple[tuple[str, float], ...]  # the rule's, and `"weight_decay"` if some variables decay
+    slots: tuple[tuple[str, float], ...]  # name and initial value of each, in the optimizer's order
+    sizes: tuple[int, ...]  # items of each variable, in the bucket's order
+    decayed: tuple[bool, ...]  # whether weight decay applies, for each variable
 
     def __post_init__(self) -> None:
         if self.rule not in CONSTANTS:
@@ -77,9 +64,7 @@ class UpdateSpec:
             needed = (*needed, "momentum")
         if missing := [name for name in needed if name not in slots]:
             raise ConfigError(f"the rule {self.rule} must have the slots {', '.join(needed)}, got none of {missing}")
-        if len(slots) != len(self.slots) or not all(
-            math.isfinite(each) for each in [*constants.values(), *slots.values()]
-        ):
+        if len(slots) != len(self.slots) or not all(map(math.isfinite, [*constants.values(), *slots.values()])):
             raise ConfigError(f"constants and slots of {self.rule} must be finite, each slot once, got {self}")
         if not self.sizes or min(self.sizes) < 0 or len(self.sizes) != len(self.decayed):
             raise ConfigError(f"sizes and decayed must be given for each variable, got {self.sizes} and {self.decayed}")
@@ -95,32 +80,13 @@ class UpdateSpec:
         """Of the parameters."""
         return 4 * sum(self.sizes)
 
-    @property
-    def kept(self) -> int:
-        """How many arrays of the bucket's size a pserver keeps: the parameters and each slot."""
-        return 1 + len(self.slots)
-
     def text(self) -> str:
         """The spec in one line; `parse` gives the same bits back."""
-        return json.dumps(
-            {
-                "rule": self.rule,
-                "constants": self.constants,
-                "slots": self.slots,
-                "sizes": self.sizes,
-                "decayed": self.decayed,
-            },
-            allow_nan=False,
-            separators=(",", ":"),
-        )
+        return json.dumps(dataclasses.asdict(self), allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str) -> UpdateSpec:
-        """The reverse of `text`.
-
-        Raises:
-            ConfigError: it is malformed.
-        """
+        """The reverse of `text`, or ConfigError."""
         try:
             found = json.loads(text)
             return cls(
@@ -130,40 +96,32 @@ class UpdateSpec:
                 tuple(map(int, found["sizes"])),
                 tuple(map(bool, found["decayed"])),
             )
+        except ConfigError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"an update must be what UpdateSpec.text returns, got {text[:200]!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class StepScalars:
-    """What comes with a push beside the gradient.
+    """What comes with a push beside the gradient."""
 
-    Args:
-        mark: tells whether this rank has assigned variables or slots since its last push, and to what; 0: it has not.
-        values: in the order of `UpdateSpec.scalars`.
-    """
-
-    mark: int
-    values: tuple[float, ...]
+    mark: int  # whether this rank has assigned variables or slots since its last push, and to what; 0: it has not
+    values: tuple[float, ...]  # in the order of `UpdateSpec.scalars`
 
     def pack(self) -> bytes:
         """As sent: the mark (u64) and float64 values, little-endian."""
-        return _MARK.pack(self.mark) + struct.pack(f"<{len(self.values)}d", *self.values)
+        return struct.pack(f"<Q{len(self.values)}d", self.mark, *self.values)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview, spec: UpdateSpec) -> StepScalars:
-        """The reverse of `pack`.
-
-        Raises:
-            ProtocolError: the size is not that of the scalars of `spec`.
-        """
+        """The reverse of `pack`. Raises ProtocolError if the size is not that of the scalars of `spec`."""
         names = spec.scalars
-        if len(data) != _MARK.size + _SCALAR_BYTES * len(names):
+        layout = struct.Struct(f"<Q{len(names)}d")
+        if len(data) != layout.size:
             raise ProtocolError(f"step scalars of an update must be {', '.join(names)}, got {len(data)} bytes")
-        (mark,) = _MARK.unpack_from(data)
-        return cls(mark, struct.unpack_from(f"<{len(names)}d", data, _MARK.size))
+        mark, *values = layout.unpack(data)
+        return cls(mark, tuple(values))
 
 
 def difference(names: Sequence[str], ours: StepScalars, theirs: StepScalars) -> str | None:

@@ -34,7 +34,7 @@ from tfps.graph.patches import BaseStrategy, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
-from tfps.keras_hooks.loops import with_shown_parameters
+from tfps.keras_hooks.loops import with_global_parameters
 from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow, slots_from_first_rank
 from tfps.runtime.remote import Ahead
 from tfps.types import Argument, Array, Callback, Function, Logs, Model, Optimizer, Variable
@@ -270,7 +270,7 @@ def _save(
     original: Function, strategy: BaseStrategy, model: Model, filepath: StrPath, *args: object, **options: object
 ) -> object:
     """Each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's."""
-    with strategy.extended.policy.shown_parameters():
+    with strategy.extended.policy.global_parameters():
         if strategy.num_workers == 1 or _saving.get() or not isinstance(filepath, str | os.PathLike):
             return original(model, filepath, *args, **options)
         before = _saving.set(True)
@@ -299,7 +299,7 @@ def _save(
 
 
 replaces(saving_lib, "_save_model_to_fileobj", _OUTER, "pickles global parameters where workers train alone")(
-    for_models(with_shown_parameters)
+    for_models(with_global_parameters)
 )
 
 
@@ -310,7 +310,7 @@ def _export(
 ) -> object:
     """Rank 0 writes the folder, with global parameters."""
     call = functools.partial(original, model)
-    with strategy.extended.policy.shown_parameters():
+    with strategy.extended.policy.global_parameters():
         return _first_rank_only(strategy, call, filepath, *args, **options)
 
 

@@ -128,7 +128,7 @@ def _evaluate(original: Function, strategy: BaseStrategy, model: Model, *args: o
     policy, evaluating = strategy.extended.policy, replaced(strategy.extended.sharding, "evaluates", True)
     if not options.get("_use_cached_eval_dataset"):  # not in `fit`
         policy.begin_evaluation()
-    with policy.shown_parameters(), compared_tables(strategy, model), evaluating:
+    with policy.global_parameters(), compared_tables(strategy, model), evaluating:
         return original(model, *args, **options)
 
 
@@ -137,20 +137,20 @@ def _evaluate(original: Function, strategy: BaseStrategy, model: Model, *args: o
 @for_models
 def _predict(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """Gives every rank all predictions, by global parameters where workers train alone."""
-    with strategy.extended.policy.shown_parameters(), strategy.extended.sharding.off():
+    with strategy.extended.policy.global_parameters(), strategy.extended.sharding.off():
         return original(model, *args, **options)
 
 
-def with_shown_parameters(
+def with_global_parameters(
     original: Function, strategy: BaseStrategy, owner: Model | Callback, *args: object, **options: object
 ) -> object:
     """Calls a method of a model or callback while the model has what it shows: global parameters."""
-    with strategy.extended.policy.shown_parameters():
+    with strategy.extended.policy.global_parameters():
         return original(owner, *args, **options)
 
 
 replaces(keras.Model, "test_on_batch", _OUTER, "evaluates global parameters where workers train alone")(
-    for_models(with_shown_parameters)
+    for_models(with_global_parameters)
 )
 _KEEPS = "keeps the weights that were evaluated, as it restores them on every rank"
-replaces(keras.callbacks.EarlyStopping, "on_epoch_end", _LOCAL, _KEEPS)(for_callbacks(with_shown_parameters))
+replaces(keras.callbacks.EarlyStopping, "on_epoch_end", _LOCAL, _KEEPS)(for_callbacks(with_global_parameters))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A worker that asks to join; see JoinRequest in tfps.proto.
-
-    Raises:
-        ConnectError: a name is too long or not printable, or there are too many pservers.
-    """
+    """A worker that asks to join; see JoinRequest in tfps.proto. ConnectError: a name or the pservers cannot be."""
 
     job: str
     rank: int | None
@@ -78,26 +75,12 @@ class Member:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"
 
-    def go(self, *, ended: int = 0, lost: bool = False) -> bool:
-        """Marks it as gone (left or died); returns whether none of its frames can come any more, or count.
-
-        Args:
-            ended: streams that have ended by now and had not before.
-            lost: whether it died.
-        """
-        self.state, self.ended = State.GONE, self.ended + ended
-        return lost or self.ended >= len(self.streams)
-
 
 class Members:
-    """The members of one job. The first to join sets what the others must match.
-
-    Attributes:
-        view: who is to take part; its pservers are known once the first worker has joined.
-    """
+    """The members of one job. The first to join sets what the others must match."""
 
     def __init__(self, view: View, job: str = "") -> None:
-        self.view = view
+        self.view = view  # who is to take part; its pservers are known once the first worker has joined
         self.incarnation = ""
         self.members: dict[int, Member] = {}
         self._job = job
@@ -105,28 +88,27 @@ class Members:
     def join(self, applicant: Applicant, now_s: float) -> Member:
         """Adds `applicant` as a member; a repeated call returns the same member.
 
-        Raises:
-            ConnectError: it does not belong here; the message says why and what to do.
-            MismatchError: its settings differ from those of the other members.
+        ConnectError: it does not belong here. MismatchError: its settings differ from those of the other members.
         """
-        self._drop_dead(now_s)
+        for rank, member in list(self.members.items()):
+            if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:
+                del self.members[rank]
         self._check_job(applicant)
         for member in self.members.values():
             if member.applicant.uid == applicant.uid:
                 return member
-        self._check_settings(applicant)
+        for member in list(self.members.values())[:1]:  # the others match the first
+            for name, theirs in member.applicant.settings.items():
+                if (ours := applicant.settings.get(name)) != theirs:
+                    raise MismatchError(
+                        f"{name} must be the same on all workers: {member} has {theirs!r}, this worker {ours!r}"
+                    )
         rank = self._rank_for(applicant)
         if not self.members:
             self.incarnation = applicant.incarnation or secrets.token_hex(16)
             self.view = dataclasses.replace(self.view, pservers=tuple(range(applicant.pservers)))
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
-
-    @property
-    def name(self) -> str:
-        """`job 'digits'`, for messages."""
-        first = next(iter(self.members.values()), None)
-        return f"job {first.applicant.job!r}" if first is not None and first.applicant.job else "job"
 
     def describe(self, rank: int) -> str:
         """`rank 1 (host:pid)`, for messages."""
@@ -151,11 +133,6 @@ class Members:
         """Whether there were members and all are gone."""
         return bool(self.members) and len(self.gone()) == len(self.members)
 
-    def _drop_dead(self, now_s: float) -> None:
-        for rank, member in list(self.members.items()):
-            if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:
-                del self.members[rank]
-
     def _check_job(self, new: Applicant) -> None:
         if new.workers and new.workers != self.view.workers:
             raise ConnectError(
@@ -179,31 +156,20 @@ class Members:
                 "same list, and every job pservers of its own"
             )
         if new.job != theirs.job or (new.pserver_index and new.incarnation != self.incarnation):
-            members = ", ".join(map(str, self.members.values()))
             raise ConnectError(
-                f"the pserver is used by another job {theirs.job!r} (its workers: {members}); "
-                "wait for its end or give this job pservers of its own"
+                f"the pserver is used by another job {theirs.job!r} (its workers: "
+                f"{', '.join(map(str, self.members.values()))}); wait for its end or give this job pservers of its own"
             )
-
-    def _check_settings(self, new: Applicant) -> None:
-        for member in self.members.values():
-            for name, theirs in member.applicant.settings.items():
-                if (ours := new.settings.get(name)) != theirs:
-                    raise MismatchError(
-                        f"{name} must be the same on all workers: {member} has {theirs!r}, this worker {ours!r}"
-                    )
-            return  # the others match the first
 
     def _rank_for(self, new: Applicant) -> int:
         if new.rank is None:
-            free = [rank for rank in self.view.ranks if rank not in self.members]
-            if not free:
-                members = ", ".join(map(str, self.members.values()))
-                raise ConnectError(
-                    f"all {self.view.workers} ranks of the job are taken ({members}); start the pserver with a larger "
-                    "--workers, or give another job pservers of its own"
-                )
-            return free[0]
+            for rank in self.view.ranks:
+                if rank not in self.members:
+                    return rank
+            raise ConnectError(
+                f"all {self.view.workers} ranks of the job are taken ({', '.join(map(str, self.members.values()))}); "
+                "start the pserver with a larger --workers, or give another job pservers of its own"
+            )
         if new.rank not in self.view.ranks:
             workers = self.view.workers
             raise ConnectError(f"rank must be from 0 to {workers - 1} (--workers {workers}), got {new.rank}")
@@ -217,9 +183,9 @@ class Members:
 
 def first_difference(lines: Mapping[int, Sequence[str]], describe: Callable[[int], str]) -> str | None:
     """Describes the first difference between the ranks' declarations; None if they are equal."""
-    for number in range(max(map(len, lines.values()), default=0)):
-        found = {rank: own[number] if number < len(own) else "nothing" for rank, own in sorted(lines.items())}
-        if len(set(found.values())) > 1:
-            each = "; ".join(f"{describe(rank)} has {text}" for rank, text in found.items())
-            return f"the workers do not train the same, line {number + 1} of what they declare differs: {each}"
+    ranks = sorted(lines)
+    for number, texts in enumerate(itertools.zip_longest(*map(lines.__getitem__, ranks), fillvalue="nothing"), 1):
+        if len(set(texts)) > 1:
+            each = "; ".join(f"{describe(rank)} has {text}" for rank, text in zip(ranks, texts, strict=True))
+            return f"the workers do not train the same, line {number} of what they declare differs: {each}"
     return None

@@ -13,23 +13,15 @@ MAX_GENERATION = 2**16 - 1  # a frame has two bytes for it
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Who takes part in a job between two changes.
+    """Who takes part in a job between two changes. ConnectError: nobody is left, or there have been too many changes.
 
     Every round belongs to a view: it is complete when all ranks of that view have pushed. Every frame of a round has
     the view's generation.
-
-    Args:
-        generation: 1 for a job's first view, then one more for each change.
-        ranks: the workers' numbers, ascending. A worker keeps its number from view to view.
-        pservers: their places in the list that all workers have, ascending.
-
-    Raises:
-        ConnectError: nobody is left, or there have been too many changes.
     """
 
-    generation: int
-    ranks: tuple[int, ...]
-    pservers: tuple[int, ...]
+    generation: int  # 1 for a job's first view, then one more for each change
+    ranks: tuple[int, ...]  # the workers' numbers, ascending; a worker keeps its number from view to view
+    pservers: tuple[int, ...]  # their places in the list that all workers have, ascending
 
     def __post_init__(self) -> None:
         for name, members in (("ranks", self.ranks), ("pservers", self.pservers)):
@@ -51,35 +43,23 @@ class View:
         return len(self.ranks)
 
     def place(self, rank: int) -> int:
-        """The place of `rank` among those that take part, from 0.
-
-        Raises:
-            ProtocolError: it does not take part.
-        """
+        """The place of `rank` among those that take part, from 0. Raises ProtocolError if it does not."""
         if rank not in self.ranks:
             raise ProtocolError(f"rank must be one of {', '.join(map(str, self.ranks))}, got {rank}")
         return self.ranks.index(rank)
 
     def check(self, generation: int) -> None:
-        """Checks that a frame is of this view.
-
-        Raises:
-            ProtocolError: it is of another one.
-        """
+        """Raises ProtocolError if a frame is of another view."""
         if generation != self.generation:
             raise ProtocolError(
                 f"generation of a frame must be {self.generation}, as that of the job's view is now, got {generation}"
             )
 
     def next(self, *, left: Collection[int] = (), joined: Collection[int] = (), lost: Collection[int] = ()) -> View:
-        """The view that follows this one.
+        """The view after ranks have `left` and `joined`, and pservers were `lost`.
 
-        Args:
-            left, joined: ranks that go, and that come. A number may be given anew, but not within one change.
-            lost: pservers that go.
-
-        Raises:
-            ConnectError: who goes is not here, who comes is here already, or nobody would be left.
+        A number may be given anew, but not within one change. ConnectError: who goes is not here, who comes is here
+        already, or nobody would be left.
         """
         here, pservers = set(self.ranks), set(self.pservers)
         if not here.issuperset(left) or not pservers.issuperset(lost) or not here.isdisjoint(joined):
@@ -93,16 +73,11 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A worker's place in its job.
-
-    Attributes:
-        rank: this worker's number.
-        incarnation: tells this run of the job from others; its members know it, nobody else.
-    """
+    """A worker's place in its job."""
 
     rank: int
     view: View
-    incarnation: str
+    incarnation: str  # tells this run of the job from others; its members know it, nobody else
 
     @property
     def run(self) -> str:

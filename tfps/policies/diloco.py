@@ -192,7 +192,7 @@ class DiLoCo(Independent):
     # Global parameters in place of own ones.
 
     @contextlib.contextmanager
-    def shown_parameters(self) -> Iterator[None]:
+    def global_parameters(self) -> Iterator[None]:
         """In the block variables have their global values."""
         if self._own is not None:
             yield
@@ -236,7 +236,7 @@ class DiLoCo(Independent):
         return None if known is None else _OuterState(known, self._strategy)
 
     def note_assigned(self, variable: GatedVariable) -> None:
-        """Notes that the program has assigned `variable`: it keeps that value after `shown_parameters`."""
+        """Notes that the program has assigned `variable`: it keeps that value after `global_parameters`."""
         if self._own is not None:
             self._own.pop(variable._unique_id, None)
 

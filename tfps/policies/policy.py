@@ -112,7 +112,7 @@ class Policy:
     def synchronize(self) -> None:
         """See `Strategy.synchronize`."""
 
-    def shown_parameters(self) -> contextlib.AbstractContextManager[None]:
+    def global_parameters(self) -> contextlib.AbstractContextManager[None]:
         """In the block, variables have the values that are evaluated and saved."""
         return contextlib.nullcontext()
 

@@ -56,21 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="address for --metrics-port, where whoever reaches it may read them; one beyond this host needs a job "
         "token, TLS or --insecure (default: %(default)s)",
     )
-    parser.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="file with the job token, without which nobody may call or join (default: TFPS_TOKEN_FILE)",
+    ca_help = (
+        "certificates (PEM) that must have signed those of workers; with --status: the pserver's (default: TFPS_TLS_CA)"
     )
-    parser.add_argument(
-        "--tls-cert", metavar="FILE", help="certificate of this pserver (PEM): turns TLS on (default: TFPS_TLS_CERT)"
-    )
-    parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM, default: TFPS_TLS_KEY)")
-    parser.add_argument(
-        "--tls-ca",
-        metavar="FILE",
-        help="certificates (PEM) that must have signed those of workers; with --status: the pserver's (default: "
-        "TFPS_TLS_CA)",
-    )
+    for name, text in (
+        ("--token-file", "file with the job token, without which nobody may call or join (default: TFPS_TOKEN_FILE)"),
+        ("--tls-cert", "certificate of this pserver (PEM): turns TLS on (default: TFPS_TLS_CERT)"),
+        ("--tls-key", "its key (PEM, default: TFPS_TLS_KEY)"),
+        ("--tls-ca", ca_help),
+    ):
+        parser.add_argument(name, metavar="FILE", help=text)
     parser.add_argument("--insecure", action="store_true", help="serve other hosts without a job token and without TLS")
     parser.add_argument(
         "--max-memory",
@@ -138,19 +133,24 @@ def _serve(options: argparse.Namespace) -> int:
         max_memory=None if options.max_memory is None else int(options.max_memory * 2**30),
     )
     _say_who_may_come(options.host, host, security)
+    metrics = None
     try:
-        with_metrics = None
         if options.metrics_port is not None:
-            with_metrics = _metrics(server, options.metrics_host, options.metrics_port)
-            _say_who_may_read(options.metrics_host, security)
+            from tfps.pserver.metrics import MetricsServer  # its dependencies are optional
+
+            metrics = MetricsServer(server, options.metrics_host, options.metrics_port)
+            address = f"{reachable(options.metrics_host)}:{metrics.port}"
+            print(f"tfps_pserver: metrics at http://{address}/metrics", file=sys.stderr, flush=True)
+            if not (security.token_file or security.tls_cert or is_loopback(options.metrics_host)):
+                logger.warning("--insecure: everybody who reaches %s may read its metrics", options.metrics_host)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
         if options.while_needed:
             threading.Thread(target=_stop_when_unneeded, args=(server, stop), name="tfps-unneeded", daemon=True).start()
         stop.wait()
     finally:
         server.stop()
-    if with_metrics is not None:
-        with_metrics()
+    if metrics is not None:
+        metrics.stop()
     return 0
 
 
@@ -165,13 +165,8 @@ def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:
 
 
 def _security(options: argparse.Namespace) -> Security:
-    return Security.from_environment(
-        insecure=options.insecure,
-        token_file=options.token_file,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        tls_ca=options.tls_ca,
-    )
+    names = ("insecure", "token_file", "tls_cert", "tls_key", "tls_ca")
+    return Security.from_environment(**{name: getattr(options, name) for name in names})
 
 
 def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
@@ -184,30 +179,9 @@ def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
             )
         if not (security.token_file or security.tls_ca):
             logger.warning("no job token: every user of this host may join, read and end its jobs; see --token-file")
-    elif security.token_file or security.tls_ca:
-        return
-    else:
+    elif not (security.token_file or security.tls_ca):
         why = "TLS without --tls-ca and --token-file" if security.tls_cert else "--insecure"
         logger.warning("%s: everybody who reaches %s may join, read and end its jobs", why, host)
-
-
-def _say_who_may_read(host: str, security: Security) -> None:
-    """Logs what nothing but --insecure allows."""
-    if not (security.token_file or security.tls_cert or is_loopback(host)):
-        logger.warning("--insecure: everybody who reaches %s may read its metrics", host)
-
-
-def _metrics(server: ParameterServer, host: str, port: int) -> Callable[[], None]:
-    """Starts serving metrics; returns a function that stops it."""
-    from tfps.pserver.metrics import MetricsServer  # its dependencies are optional
-
-    metrics = MetricsServer(server, host, port)
-    print(
-        f"tfps_pserver: metrics at http://{reachable(host)}:{metrics.port}/metrics",
-        file=sys.stderr,
-        flush=True,
-    )
-    return metrics.stop
 
 
 def _status(options: argparse.Namespace) -> int:

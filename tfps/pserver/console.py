@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from google.protobuf.message import Message
 
 from tfps.config import Security, check_address
 from tfps.errors import ConfigError, ConnectError, PserverLostError
@@ -22,24 +22,19 @@ _OF_PROCESS = ("version", "cpu_s", "uptime_s", "memory_bytes", "jobs")  # fields
 _OF_JOB = ("workers", "state", "reason", "buckets", "slices", "shard_bytes", "open_slices")
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates of one member between two status requests.
+class Rates(NamedTuple):
+    """Rates of one member between two status requests."""
 
-    Attributes:
-        late_s: delay of this rank's pushes after the first rank's, mean over its slices.
-    """
-
-    steps_per_s: float
-    received_bytes_per_s: float
-    sent_bytes_per_s: float
-    late_s: float
+    steps_per_s: float = 0.0
+    received_bytes_per_s: float = 0.0
+    sent_bytes_per_s: float = 0.0
+    late_s: float = 0.0  # delay of this rank's pushes after the first rank's, mean over its slices
 
 
 def rates(before: pb.MemberStatus | None, now: pb.MemberStatus, seconds: float) -> Rates:
     """Rates of the member `now`; all 0 if it was not there `before`."""
     if before is None or before.pid != now.pid or before.received_slices > now.received_slices or seconds <= 0:
-        return Rates(0.0, 0.0, 0.0, 0.0)
+        return Rates()
     slices = now.received_slices - before.received_slices
     return Rates(
         (now.step - before.step) / seconds,
@@ -49,8 +44,7 @@ def rates(before: pb.MemberStatus | None, now: pb.MemberStatus, seconds: float) 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """Two successive statuses of a pserver."""
 
     address: str
@@ -77,52 +71,36 @@ class Look:
 
     def as_json(self) -> dict[str, Json]:
         """Everything as plain values."""
-        members = [
-            {**_values(member), **dataclasses.asdict(rate), "steps_behind": behind}
-            for member, rate, behind in self.members()
-        ]
+
+        def values(of: Message, names: Iterable[str] = ()) -> dict[str, Json]:
+            return {name: getattr(of, name) for name in names or (field.name for field in of.DESCRIPTOR.fields)}
+
+        members = [{**values(each), **rate._asdict(), "steps_behind": behind} for each, rate, behind in self.members()]
         return {
             "pserver": self.address,
-            **{name: getattr(self.now, name) for name in _OF_PROCESS},
-            "errors": [_values(each) for each in self.now.errors],
-            "job": {"name": self.now.job, **{name: getattr(self.now, name) for name in _OF_JOB}, "members": members},
+            **values(self.now, _OF_PROCESS),
+            "errors": [values(each) for each in self.now.errors],
+            "job": {"name": self.now.job, **values(self.now, _OF_JOB), "members": members},
             "cpu": self.cpu,
         }
 
 
-def _values(message: pb.MemberStatus | pb.ErrorCount) -> dict[str, Json]:
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-
-
 class Watcher:
-    """Polls the pserver at `address`. `stop` ends a wait from another thread or a signal handler.
-
-    Raises:
-        ConfigError: the address is malformed.
-    """
+    """Polls the pserver at `address`. `stop` ends a wait from another thread or a signal handler."""
 
     def __init__(self, address: str, security: Security = Security()) -> None:  # noqa: B008 (it is immutable)
         self._pserver = Pserver(check_address(address), security)
         self._last: pb.StatusReply | None = None
         self._stop = Flag()
-
-    def stop(self) -> None:
-        self._stop.set()
+        self.stop, self.close = self._stop.set, self._pserver.close
 
     def look(self, interval_s: float) -> Look | None:
-        """Waits, then asks for the status; the first time also before the wait. None once stopped.
-
-        Raises:
-            PserverLostError: the pserver does not answer.
-        """
+        """Waits, then asks for the status; the first time also before the wait. None once stopped."""
         before = self._last or self._ask()
         if self._stop.wait(interval_s):
             return None
         self._last = self._ask()
         return Look(self._pserver.address, before, self._last)
-
-    def close(self) -> None:
-        self._pserver.close()
 
     def _ask(self) -> pb.StatusReply:
         try:
@@ -134,12 +112,7 @@ class Watcher:
 
 
 def show(watcher: Watcher, interval_s: float) -> None:
-    """Shows the status on stdout: in a terminal redrawn until the watcher is stopped, else once.
-
-    Raises:
-        ConfigError: rich is not installed.
-        PserverLostError: the pserver does not answer.
-    """
+    """Shows the status on stdout: in a terminal redrawn until the watcher is stopped, else once."""
     try:
         from rich.console import Console
         from rich.live import Live
@@ -190,7 +163,17 @@ def table(look: Look) -> RenderableType:
         )
         # As Text: in plain strings rich reads markup, and a host may be called "x[/x]".
         found.add_row(*map(Text, cells), style="yellow" if slow and status.state == "running" else "")
-    lines: list[RenderableType] = [Text(line, no_wrap=True) for line in _head(look)]
+    name = f"job {status.job!r}" if status.job else "job"
+    minutes, seconds = divmod(int(status.uptime_s), 60)
+    process = (
+        f"pserver {look.address}, tfps {status.version}, up {minutes // 60}:{minutes % 60:02}:{seconds:02}, "
+        f"{look.cpu:.0%} of a core, {_size(status.memory_bytes)} of memory"
+    )
+    work = (
+        f"{name} {status.state}: {len(status.members)} of {status.workers} workers, {status.buckets} buckets, "
+        f"here {status.slices} slices with {_size(status.shard_bytes)}, {status.open_slices} of them wait for ranks"
+    )
+    lines: list[RenderableType] = [Text(line, no_wrap=True) for line in (process, work)]
     if status.reason:
         lines.append(Text(f"failed: {status.reason}", style="red"))
     if status.members:
@@ -201,29 +184,9 @@ def table(look: Look) -> RenderableType:
     return Group(*lines)
 
 
-def _head(look: Look) -> Sequence[str]:
-    status = look.now
-    name = f"job {status.job!r}" if status.job else "job"
-    process = (
-        f"pserver {look.address}, tfps {status.version}, up {_time(status.uptime_s)}, "
-        f"{look.cpu:.0%} of a core, {_size(status.memory_bytes)} of memory"
-    )
-    work = (
-        f"{name} {status.state}: {len(status.members)} of {status.workers} workers, {status.buckets} buckets, "
-        f"here {status.slices} slices with {_size(status.shard_bytes)}, {status.open_slices} of them wait for ranks"
-    )
-    return process, work
-
-
 def _size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -7,15 +7,13 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tfps.errors import ConfigError, TfpsError
 from tfps.pserver.guard import Newest, Rate, listen
-from tfps.wire.connection import BrokenConnectionError, Connection, Receiver, admit, given_up, greet, refuse
-from tfps.wire.frames import Kind
+from tfps.pserver.job import Session
+from tfps.wire.connection import BrokenConnectionError, Connection, admit, given_up, greet, refuse
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Direction, direction_of
-from tfps.wire.send_queue import SendQueue
 
 logger = logging.getLogger("tfps")
 _GREETING_S = 5.0  # for a client to identify itself
@@ -24,33 +22,10 @@ _PER_S, _BURST = 50.0, 256.0  # connections that are accepted; the others wait i
 _LINGER_S = 5.0  # for a worker to end its half of a connection after the pserver's
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """The member of a job that a data connection serves.
-
-    Args:
-        fail: fails the job with an error of one of the connection's threads; returns what to tell workers.
-        ended: called whenever a direction has ended, for whatever reason.
-    """
-
-    queue: SendQueue
-    receiver: Receiver
-    fail: Callable[[Exception, str], TfpsError]
-    ended: Callable[[], None]
-
-
 class DataPort:
-    """Listens from construction until `close`.
+    """Listens from construction until `close`. ConfigError: the port, of which 0 picks a free one, is not available.
 
-    Args:
-        port: 0 picks a free one; see `port`.
-        token: what every connection must begin with.
-        open_session: returns the session for an incarnation and a rank, or raises the TfpsError to tell the worker.
-        refused: called with that error.
-        measure: serves a client that only measures, see wire/measuring.py.
-
-    Raises:
-        ConfigError: the port is not available.
+    `open_session` raises the error of which the worker and `refused` are told. `measure`: see wire/measuring.py.
     """
 
     def __init__(
@@ -69,8 +44,8 @@ class DataPort:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for data connections: {error.strerror}") from error
         self.port = int(self._listening.getsockname()[1])
-        self._lock = threading.Condition()  # guards the next three; notified when a connection has ended
         self._strangers = Newest(_MAX_STRANGERS)
+        self._lock = threading.Condition()  # guards the next two; notified when a connection has ended
         self._connections: set[Connection] = set()
         self._closed = False
         self._said = False  # that there are too many threads; the accepting thread's
@@ -80,13 +55,10 @@ class DataPort:
         """Shuts down connections still open after `grace_s`; those of finished jobs end by then."""
         with self._lock:
             self._closed = True
-            strangers = list(self._strangers)
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._listening.close()
-        for stranger in strangers:
-            with contextlib.suppress(OSError):
-                stranger.shutdown(socket.SHUT_RDWR)
+        self._strangers.end()
         with self._lock:
             self._lock.wait_for(lambda: not self._connections, grace_s)
             for connection in self._connections:
@@ -112,19 +84,18 @@ class DataPort:
             try:
                 threading.Thread(target=self._serve, args=(connected,), name="tfps-data", daemon=True).start()
             except RuntimeError as error:  # no more threads: this client may come again
-                self._forget(connected)
+                self._strangers.discard(connected)
                 connected.close()
                 if not self._said:
                     logger.warning("tfps: a data connection was closed at once, and so may be others: %s", error)
                 self._said = True
 
     def _serve(self, connected: socket.socket) -> None:
-        """Runs one connection on its own thread: the greeting, then receiving."""
         opened = None
         try:
             incarnation, rank = greet(connected, self._token, _GREETING_S)
             if (direction := direction_of(incarnation)) is not None:
-                self._forget(connected)
+                self._strangers.discard(connected)
                 self._measure(connected, direction)
                 return
             if given_up(connected):  # while it waited here: its worker may use gRPC by now
@@ -142,7 +113,7 @@ class DataPort:
                 opened.ended()
             return
         finally:
-            self._forget(connected)
+            self._strangers.discard(connected)
         with self._lock:
             self._connections.add(connection)
             closed = self._closed
@@ -160,26 +131,13 @@ class DataPort:
             connection.tell(opened.fail(error, f"while it began to send to rank {rank}"))
             opened.ended()
         else:
-            self._receive(connection, opened, rank)
+            opened.receive(connection.receive)
             received.set()
             sender.join()
         connection.close()
         with self._lock:
             self._connections.discard(connection)
             self._lock.notify_all()
-
-    def _receive(self, connection: Connection, session: Session, rank: int) -> None:
-        try:
-            connection.receive(Kind.PUSH, session.queue, session.receiver)
-        except BrokenConnectionError:
-            pass  # `ended` tells whether a worker was lost
-        except Exception as error:
-            session.fail(error, f"while it took a push of rank {rank}")
-        session.ended()
-
-    def _forget(self, stranger: socket.socket) -> None:
-        with self._lock:
-            self._strangers.discard(stranger)
 
     def _send(self, connection: Connection, session: Session, received: threading.Event, rank: int) -> None:
         try:

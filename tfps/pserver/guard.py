@@ -31,13 +31,10 @@ _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as where it is turn
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Refuses calls without the job token before their messages are read.
+    """Refuses calls without the job token before their messages are read, and tells `refused` of each.
 
     Of two threads, "tfps-refusals", one takes the calls of strangers and the other answers them, one after the other
     and slowly. A call that its client gives up meanwhile is forgotten: what waits is bounded by what is open.
-
-    Args:
-        refused: called with the name of the call and the error.
     """
 
     def __init__(self, token: JobToken, refused: Callable[[str, Exception], None]) -> None:
@@ -45,7 +42,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
         self._strangers = ThreadPoolExecutor(2, "tfps-refusals")
         self._closed = threading.Event()
         self._lock = threading.Lock()  # guards the next two
-        self._waiting: dict[grpc.ServicerContext, Callable[[None], None]] = {}  # what ends each call; the oldest first
+        self.waiting: dict[grpc.ServicerContext, Callable[[None], None]] = {}  # what ends each call; the oldest first
         self._answering = False  # whether a thread does
 
     def intercept_service(
@@ -68,33 +65,29 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
         # As a stream, whatever it is, so that gRPC does not read its message first.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    @property
-    def waiting(self) -> int:
-        """How many calls wait for their refusal."""
-        return len(self._waiting)
-
     def _add(self, context: grpc.ServicerContext, end: Callable[[None], None]) -> None:
         with self._lock:
-            self._waiting[context] = end
+            self.waiting[context] = end
             if not self._answering:
                 self._strangers.submit(self._answer)
                 self._answering = True
-        if not context.add_callback(lambda: self._forget(context)):
-            self._forget(context)  # it has ended already
 
-    def _forget(self, context: grpc.ServicerContext) -> None:
-        with self._lock:
-            self._waiting.pop(context, None)
+        def forget() -> None:
+            with self._lock:
+                self.waiting.pop(context, None)
+
+        if not context.add_callback(forget):
+            forget()  # it has ended already
 
     def _answer(self) -> None:
         """Refuses whoever waits, until nobody does."""
         while True:
             self._closed.wait(_REFUSAL_S)
             with self._lock:
-                if not self._waiting:
+                if not self.waiting:
                     self._answering = False
                     return
-                end = self._waiting.pop(next(iter(self._waiting)))
+                end = self.waiting.pop(next(iter(self.waiting)))
             with contextlib.suppress(Exception):  # gRPC's, where the server has ended: the others still get theirs
                 end(None)
 
@@ -105,11 +98,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
 
 
 def parse(name: str, request: bytes) -> Message:
-    """The message of a control call.
-
-    Raises:
-        ProtocolError: it is larger than such a call may be, or malformed. Nothing was parsed.
-    """
+    """The message of a control call. ProtocolError: it is malformed, or larger than such a call may be."""
     limit = _MAX_BYTES.get(name, _MAX_OTHER_BYTES)
     if len(request) > limit:
         raise ProtocolError(f"a request of {name} must have at most {limit} bytes, got {len(request)}")
@@ -140,29 +129,34 @@ class Rate:
 
 
 class Newest:
-    """The newest open connections, `limit` at most: one more ends the oldest. Who uses it locks."""
+    """The newest open connections, `limit` at most: one more ends the oldest. Any thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._lock = threading.Lock()  # guards _open
         self._open: dict[socket.socket, None] = {}  # the oldest first
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[socket.socket]:
-        return iter(self._open)
-
     def add(self, connection: socket.socket) -> None:
-        while len(self._open) >= self._limit:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
-        self._open[connection] = None
+        with self._lock:
+            self._open[connection] = None
+        self.end(self._limit)
 
     def discard(self, connection: socket.socket) -> None:
         """Forgets `connection`, if it is still there."""
-        self._open.pop(connection, None)
+        with self._lock:
+            self._open.pop(connection, None)
+
+    def end(self, most: int = 0) -> None:
+        """Ends the oldest until `most` are left."""
+        with self._lock:
+            while len(self._open) > most:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
 
 
 # Where a pserver listens: only on this host, unless it knows whom it talks to
@@ -174,11 +168,7 @@ def default_host(security: Security) -> str:
 
 
 def check_host(host: str, security: Security, *, metrics: bool = False) -> None:
-    """Checks that other hosts reach a pserver, or its `metrics`, at `host` only with a job token, TLS, or `insecure`.
-
-    Raises:
-        ConfigError: they could without; the files do not fit together; or this cannot be a host.
-    """
+    """Raises ConfigError if others could reach a pserver, or its `metrics`, without a job token, TLS or `insecure`."""
     check_host_name(host)
     if security.tls_ca and not security.tls_cert:
         raise ConfigError("tls_ca of a pserver must come with tls_cert and tls_key (--tls-cert, --tls-key), got none")
@@ -222,11 +212,7 @@ def try_to_listen(host: str, port: int) -> None:
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Listens as gRPC does: every interface is reached by IPv4 and IPv6, if the host has both.
-
-    Raises:
-        OSError: the port is not available.
-    """
+    """Listens as gRPC does: every interface is reached by IPv4 and IPv6, if the host has both. May raise OSError."""
     if host in _EVERY and socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)

@@ -19,19 +19,21 @@ from tfps.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
-from tfps.exchange.interface import BucketSpec
+from tfps.exchange.interface import BucketSpec, declared
 from tfps.exchange.layout import Layout
 from tfps.membership.members import Applicant, Member, Members, State, first_difference
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
-from tfps.pserver.slices import Answer, Late, Push, send
+from tfps.pserver.slices import Answer, Late, Push
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
+from tfps.wire.connection import BrokenConnectionError, Receiver, not_expected
 from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
-from tfps.wire.send_queue import SendQueue
+from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
 from tfps.wire.shared_memory import Attached, Place, Target
 
 logger = logging.getLogger("tfps")
@@ -54,10 +56,6 @@ class Job:
 
     A failure ends the job for all its members: calls raise it from then on, and a new job needs a new object. Else they
     raise ConnectError for who is no member, and ProtocolError for what does not fit.
-
-    Args:
-        view: its workers; how many pservers it has the first of them says.
-        max_memory: bytes that it may declare.
     """
 
     def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
@@ -93,14 +91,10 @@ class Job:
         with self._changed:
             return self._failure is None and bool(self._membership.members) and not self._membership.over
 
-    def wait_over(self, timeout_s: float) -> bool:
-        """Waits while some members have left and others have not; returns whether the job is over.
-
-        A script that trains twice may join again while slower workers still finish the first job.
-        """
+    def wait_over(self, timeout_s: float) -> None:
+        """Waits while some have left and others not: a script may train again while slower workers finish a job."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
-            return self._failure is not None or self._membership.over
 
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> tuple[int, bool]:
         """Adds a worker, which shares `memory`, as a member; returns its rank and whether its memory is used."""
@@ -120,11 +114,7 @@ class Job:
             return member.rank, member.rank in self._memory
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
-        """Registers a `stream`, "Push" or "Pull"; returns the rank's queue. With both the rank takes part.
-
-        Args:
-            end: ends the stream once the other has ended. "Pull" ends with the queue.
-        """
+        """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""
         with self._changed:
             self._raise_failure()
             member = self._membership.members.get(rank)
@@ -133,7 +123,7 @@ class Job:
             member.streams.add(stream)
             if end is not None:
                 self._ends[rank] = end
-            if member.streams == {PUSH, PULL}:
+            if member.streams == {PUSH, PULL}:  # it takes part
                 member.state = State.STREAMING
                 self._changed.notify_all()
             return self._queues[rank]
@@ -170,7 +160,7 @@ class Job:
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
-        self._shard.bound.leave(rank)
+        self._shard.bound.quiesce(rank, gone=True)
         for bucket, item in self._shard.slices():
             if (late := item.late([rank])) is not None:
                 self._fail_left(late, bucket)
@@ -178,8 +168,9 @@ class Job:
         self._release()
 
     def _go(self, member: Member, *, ended: int = 0, lost: bool = False) -> None:
-        self._some_left = True
-        if member.go(ended=ended, lost=lost):
+        member.state, self._some_left = State.GONE, True
+        member.ended += ended
+        if lost or member.ended >= len(member.streams):  # none of its frames can come any more, or count
             self._memory.pop(member.rank, None)
 
     def fail(self, error: TfpsError) -> None:
@@ -191,14 +182,16 @@ class Job:
             self._errors.add("job", error)
             if self._membership.members and not self._membership.over:
                 self._log(f"has failed: {type(error).__name__}: {error}")
-            self._shard.clear()
+            self._shard.buckets = []
             self._changed.notify_all()
         self.recording.fail(error)
         for queue in list(self._queues.values()):
             queue.fail(error)
 
     def _log(self, what: str) -> None:
-        line = f"{self._membership.name} {what}"
+        names = (member.applicant.job for member in self._membership.members.values())
+        name = next((f"job {name!r}" for name in names if name), "job")
+        line = f"{name} {what}"
         logger.info("%s", "".join(each if each.isprintable() else " " for each in line[:_SHOWN]))
 
     def _raise_failure(self) -> None:
@@ -210,9 +203,8 @@ class Job:
         why = "its data ended earlier or its script ended; give every worker the same number of batches"
         if member.reason:
             why = f"it ended with {member.reason}"
-        self.fail(
-            WorkerLostError(f"{member} left before step {late.step} of bucket '{bucket}', for which others wait: {why}")
-        )
+        which = f"step {late.step} of bucket '{bucket}', for which others wait"
+        self.fail(WorkerLostError(f"{member} left before {which}: {why}"))
 
     # Declarations
 
@@ -223,48 +215,42 @@ class Job:
 
         A declaration that times out is withdrawn, and may be repeated; the WaitTimeoutError names the missing ranks.
         """
-        lines = [*details, *map(str, specs)]
+        members = self._membership
         with self._changed:
             self._raise_failure()
-            if rank not in self._membership.members:
+            if rank not in members.members:
                 raise ConnectError(f"rank {rank} has not joined this pserver, so it cannot declare anything")
             self._shard.check(specs)
-            self._enter(rank, number, lines, specs)
+            count = len(self._declarations)
+            if number > count or (number == count and number and not self._declarations[-1].agreed):
+                raise ProtocolError(f"number of a declaration must be at most {count}, got {number}")
+            if number == count:
+                self._declarations.append(Declaration())
             declaration = self._declarations[number]
+            if rank in declaration.lines:
+                raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
+            declaration.lines[rank], declaration.specs = [*details, *map(str, specs)], specs
+            if len(declaration.lines) == members.view.workers:
+                if (difference := first_difference(declaration.lines, members.describe)) is not None:
+                    self.fail(MismatchError(difference))
+                self._changed.notify_all()
             # Whichever thread sees the last rank's declaration decides for all.
             self._changed.wait_for(lambda: self._decided(rank, declaration), timeout_s)
             self._raise_failure()
             if declaration.agreed:
                 return
-            members, gone = self._membership, self._membership.gone()
+            gone = members.gone()
             if rank in gone:
                 raise ClosedError("the worker has left the job")
             late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
-            if lost := [r for r in late if r in gone]:
-                member = members.members[lost[0]]
-                why = f": it ended with {member.reason}" if member.reason else ""
-                self.fail(WorkerLostError(f"{member} left before it had {what}{why}"))
+            if lost := [members.members[r] for r in late if r in gone]:
+                why = f": it ended with {lost[0].reason}" if lost[0].reason else ""
+                self.fail(WorkerLostError(f"{lost[0]} left before it had {what}{why}"))
             self._raise_failure()
             declaration.lines.pop(rank, None)
             names = ", ".join(map(members.describe, late or members.not_streaming()))
             raise WaitTimeoutError(f"not {what}: {names}")
-
-    def _enter(self, rank: int, number: int, lines: list[str], specs: Sequence[BucketSpec]) -> None:
-        count = len(self._declarations)
-        if number > count or (number == count and number and not self._declarations[-1].agreed):
-            raise ProtocolError(f"number of a declaration must be at most {count}, got {number}")
-        if number == count:
-            self._declarations.append(Declaration())
-        declaration = self._declarations[number]
-        if rank in declaration.lines:
-            raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
-        declaration.lines[rank] = lines
-        declaration.specs = specs
-        if len(declaration.lines) == self._membership.view.workers:
-            if (difference := first_difference(declaration.lines, self._membership.describe)) is not None:
-                self.fail(MismatchError(difference))
-            self._changed.notify_all()
 
     def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._failure is not None or declaration.agreed:
@@ -309,18 +295,12 @@ class Job:
     # Rounds
 
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
-        """Takes a PUSH of `rank`, and sends what it answers. Keeps `payload` by reference.
-
-        Args:
-            place: where the slice is in the rank's shared memory, if not in `payload`.
-        """
+        """Takes a PUSH and sends answers; keeps `payload`, unless the slice is in shared memory at `place`."""
         buckets = self._shard.buckets
         if self._failure is not None:
             return  # its stream is about to end
         self._membership.view.check(header.generation)
-        if not 0 <= header.bucket < len(buckets):
-            raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {header.bucket}")
-        bucket = buckets[header.bucket]
+        bucket = declared(buckets, header.bucket)
         if header.priority != bucket.spec.priority:
             name, rule = bucket.spec.name, bucket.spec.priority
             raise ProtocolError(f"priority of bucket '{name}' must be {rule}, got {header.priority}")
@@ -337,31 +317,32 @@ class Job:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
             target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
-        taken = item.take(Push(rank, header, payload, target), bucket.next)
+        answers, wait_ns = item.take(Push(rank, header, payload, target), bucket.next)
         member.step = max(member.step, header.step)
-        member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
-        if taken.answers:
-            self._send(taken.answers)
+        member.wait_s += wait_ns / 1e9  # only its stream's thread writes both
+        if answers:
+            self._send(answers)
         if self._some_left and (late := item.late(self._membership.gone())) is not None:
             self._fail_left(late, bucket.spec.name)
-        elif (quiesced := item.admission.quiesced()) and (late := item.late(quiesced)) is not None:
-            self.fail(MismatchError(_not_assigned(self._membership.describe(late.rank), bucket.spec.name)))
+        elif isinstance(item, AsyncSlice):
+            self._check_assigned(item, self._shard.bound.quiesced(), bucket.spec.name)
 
     def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
-        """Takes the SCALARS that come before the slices of a push; see `OwnedBucket.take_scalars`."""
+        """Takes the SCALARS that come before the slices of a push."""
         if self._failure is not None:
             return
         self._membership.view.check(header.generation)
-        if error := self.bucket(header.bucket).take_scalars(rank, header.step, payload):
+        bucket = self.bucket(header.bucket)
+        if bucket.scalars is None:
+            raise ProtocolError(f"bucket '{bucket.spec.name}' has no update, got step scalars for one")
+        if error := bucket.scalars.take(rank, header.step, payload):
             self.fail(error)
 
     def bucket(self, number: int) -> OwnedBucket:
         """A declared bucket."""
         with self._changed:
             self._raise_failure()
-            if not 0 <= number < len(self._shard.buckets):
-                raise ProtocolError(f"bucket must be one of the {len(self._shard.buckets)} declared ones, got {number}")
-            return self._shard.buckets[number]
+            return declared(self._shard.buckets, number)
 
     def missing(self, bucket: int, asking: int) -> list[str]:
         """The ranks whose push of a slice of `bucket` others wait for, as rank `asking` does."""
@@ -381,18 +362,26 @@ class Job:
     def status(self) -> pb.StatusReply:
         """The job's part of a status. Streams keep running, so their numbers may be a slice apart."""
         with self._changed:
-            members, buckets = self._membership, self._shard.buckets
+            members, state = self._membership, "running"
+            if self._failure is not None:
+                state = "failed"
+            elif not members.members or members.over:
+                state = "idle"
+            elif members.ending:
+                state = "ending"
+            elif members.not_streaming():
+                state = "joining"
             slices = [item for _, item in self._shard.slices()]
             awaited = [ranks for item in slices if (ranks := item.missing())]
             present = [members.members[rank] for rank in sorted(members.members)]
             return pb.StatusReply(
                 job=present[0].applicant.job if present else "",
                 workers=members.view.workers,
-                state=_state(members, self._failure),
+                state=state,
                 reason=str(self._failure or ""),
-                buckets=len(buckets),
+                buckets=len(self._shard.buckets),
                 slices=len(slices),
-                shard_bytes=sum(item.admission.nbytes for item in slices),
+                shard_bytes=sum(item.nbytes for item in slices),
                 open_slices=len(awaited),
                 members=[
                     pb.MemberStatus(
@@ -411,42 +400,95 @@ class Job:
             )
 
     def _send(self, answers: Collection[Answer]) -> None:
-        send(self._queues, answers)
+        for ranks, header, payload, target in answers:
+            queues = [self._queues[rank] for rank in ranks]
+            if isinstance(payload, Encoding):
+                for queue in queues:
+                    queue.put([Outgoing(header, payload.nbytes, encoding=payload)])
+            elif target is not None:
+                for queue in queues:
+                    queue.put([Outgoing(header, target.place.nbytes, payload, target=target)])
+            elif payload is not None:
+                put_in_all(queues, [(header, payload)])
 
     # Mode "async"
 
     def quiesce(self, rank: int) -> None:
         """`rank` pushes nothing more before all are quiesced; see RestRequest."""
-        for bucket, item in self._shard.slices(asynchronous=True):
-            if item.late([rank]) is not None:
-                self.fail(MismatchError(_not_assigned(self._membership.describe(rank), bucket)))
-                break
+        for bucket, item in self._shard.async_slices():
+            self._check_assigned(item, [rank], bucket)
         with self._changed:
             self._raise_failure()
         self._shard.bound.quiesce(rank)
         self._release()
 
+    def _check_assigned(self, item: AsyncSlice, quiesced: Collection[int], bucket: str) -> None:
+        """Fails the job if others wait for a rank that is quiesced."""
+        if quiesced and (late := item.late(quiesced)) is not None:
+            text = (
+                f"{self._membership.describe(late.rank)} has ended its epoch, or exchanges something else, while "
+                "others wait for its first step, or for it to assign values to variables of bucket "
+                f"'{bucket}' as they have, or to collect their residuals: give every rank a batch, assign on every "
+                "rank, and save a tf.train.Checkpoint on every rank between epochs"
+            )
+            self.fail(MismatchError(text))
+
     def _release(self) -> None:
-        """Answers ranks that may go on now."""
-        for _, item in self._shard.slices(asynchronous=True):
+        for _, item in self._shard.async_slices():
             self._send(item.released())
 
 
-def _not_assigned(rank: str, bucket: str) -> str:
-    """The text of the error for a rank that others wait for in `bucket`, and that goes elsewhere."""
-    return (
-        f"{rank} has ended its epoch, or exchanges something else, while others wait for its first step, or for it to "
-        f"assign values to variables of bucket '{bucket}' as they have, or to collect their residuals: "
-        "give every rank a batch, assign on every rank, and save a tf.train.Checkpoint on every rank between epochs"
-    )
+class Session:
+    """The member of a job that streams or a data connection serve; a `Receiver` of its frames.
+
+    A push stays where it was received until its sum is complete. `failed` returns what to tell of an unexpected error.
+    """
+
+    def __init__(self, job: Job, rank: int, queue: SendQueue, failed: Callable[..., TfpsError]) -> None:
+        self._job, self.rank, self.queue, self._failed = job, rank, queue, failed
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self._job.push(self.rank, header, payload, place)
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        if header.kind != Kind.SCALARS:
+            raise not_expected(header, Kind.PUSH)
+        self._job.take_scalars(self.rank, header, payload)
+
+    def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
+        """Takes the pushes that `receive` brings, to the end."""
+        try:
+            receive(Kind.PUSH, self.queue, self)
+        except BrokenConnectionError:
+            pass  # `ended` tells whether a worker was lost
+        except Exception as error:
+            self.fail(error, f"while it took a push of rank {self.rank}")
+        self.ended()
+
+    def fail(self, error: Exception, when: str) -> TfpsError:
+        """Fails the job with an error of one of its threads; returns what to tell its workers."""
+        if isinstance(error, ProtocolError):
+            failure: TfpsError = ProtocolError(f"rank {self.rank}: {error}")
+        elif self._job.over:  # maybe caused by the teardown
+            return self._failed(when, error, logged=False)
+        else:
+            failure = self._failed(when, error)
+        self._job.fail(failure)
+        return failure
+
+    def ended(self) -> None:
+        """A direction has ended, for whatever reason."""
+        self._job.stream_ended(self.rank)
 
 
 class Counters:
     """Numbers that ranks draw, each once: each rank's first is its place in the view, then they count up from there."""
 
     def __init__(self, view: View) -> None:
-        self._view = view
-        self._lock = threading.Lock()  # guards _drawn
+        self._view, self._lock = view, threading.Lock()
         # By name, in the order of last use: the ranks that have their first, the next number.
         self._drawn: dict[str, tuple[set[int], int]] = {}
 
@@ -468,16 +510,6 @@ class Counters:
                 begun.add(rank)
             self._drawn[name] = begun, following
             return number
-
-
-def _state(membership: Members, failure: TfpsError | None) -> str:
-    if failure is not None:
-        return "failed"
-    if not membership.members or membership.over:
-        return "idle"
-    if membership.ending:
-        return "ending"
-    return "joining" if membership.not_streaming() else "running"
 
 
 class ErrorCounts:

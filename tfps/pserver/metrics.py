@@ -8,12 +8,11 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from tfps.errors import ConfigError
 from tfps.membership.members import State
-from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.guard import Newest, listen
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
@@ -31,70 +30,32 @@ _REQUEST_TIMEOUT_S = 10.0  # a silent client holds a thread no longer
 _MAX_REQUESTS = 16  # at a time; another one ends the oldest
 _BACKLOG = 16  # connections that wait in the kernel
 
-# Per member: name, whether a total, value, help text.
-_PER_RANK: tuple[tuple[str, bool, Callable[[pb.MemberStatus], float], str], ...] = (
-    ("tfps_step", False, lambda m: m.step, "Highest step that the rank has pushed"),
-    ("tfps_received_bytes", True, lambda m: m.received_bytes, "Payload of the rank's pushes"),
-    ("tfps_received_slices", True, lambda m: m.received_slices, "Slices that the rank has pushed"),
-    ("tfps_sent_bytes", True, lambda m: m.sent_bytes, "Payload of the replies sent to the rank"),
-    ("tfps_sent_slices", True, lambda m: m.sent_slices, "Replies sent to the rank"),
-    ("tfps_queued_slices", False, lambda m: m.queued_slices, "Replies to the rank that wait to be sent"),
-    ("tfps_in_flight_bytes", False, lambda m: m.in_flight_bytes, "Payload sent to the rank and not acknowledged"),
-    ("tfps_window_bytes", False, lambda m: m.window_bytes, "What may be in flight to the rank"),
-    ("tfps_awaited_slices", False, lambda m: m.awaited_slices, "Slices for which other ranks wait for this one"),
-    (
-        "tfps_aggregate_wait_seconds",
-        True,
-        lambda m: m.wait_s,
-        "Sum over slices of how long after the first rank's push the rank's own came",
-    ),
+_PER_JOB = {  # fields of a status
+    "workers": "Workers that a job has",
+    "buckets": "Buckets that the current job has declared",
+    "slices": "Slices of them on this pserver",
+    "shard_bytes": "Size of these slices, without those of gathers",
+    "open_slices": "Slices that some ranks have pushed and others not",
+}
+# Per member: field of its status, whether a total, help text.
+_PER_RANK = (
+    ("step", False, "Highest step that the rank has pushed"),
+    ("received_bytes", True, "Payload of the rank's pushes"),
+    ("received_slices", True, "Slices that the rank has pushed"),
+    ("sent_bytes", True, "Payload of the replies sent to the rank"),
+    ("sent_slices", True, "Replies sent to the rank"),
+    ("queued_slices", False, "Replies to the rank that wait to be sent"),
+    ("in_flight_bytes", False, "Payload sent to the rank and not acknowledged"),
+    ("window_bytes", False, "What may be in flight to the rank"),
+    ("awaited_slices", False, "Slices for which other ranks wait for this one"),
+    ("wait_s", True, "Sum over slices of how long after the first rank's push the rank's own came"),
 )
-
-
-class PserverCollector(Collector):
-    """Makes metrics of the status of `server`, at each scrape."""
-
-    def __init__(self, server: ParameterServer) -> None:
-        self._server = server
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._server.status()
-        yield InfoMetricFamily("tfps", "Version of tfps", {"version": status.version})
-        yield GaugeMetricFamily("tfps_workers", "Workers that a job has", status.workers)
-        members = GaugeMetricFamily("tfps_members", "Members of the current job by state", labels=["state"])
-        for state in State:
-            members.add_metric([state.value], sum(member.state == state.value for member in status.members))
-        yield members
-        yield GaugeMetricFamily("tfps_buckets", "Buckets that the current job has declared", status.buckets)
-        yield GaugeMetricFamily("tfps_slices", "Slices of them on this pserver", status.slices)
-        yield GaugeMetricFamily(
-            "tfps_shard_bytes", "Size of these slices, without those of gathers", status.shard_bytes
-        )
-        yield GaugeMetricFamily(
-            "tfps_open_slices", "Slices that some ranks have pushed and others not", status.open_slices
-        )
-        for name, total, value, text in _PER_RANK:
-            family = (CounterMetricFamily if total else GaugeMetricFamily)(name, text, labels=["rank"])
-            for member in status.members:
-                family.add_metric([str(member.rank)], value(member))
-            yield family
-        yield CounterMetricFamily("tfps_jobs", "Jobs that have begun", status.jobs)
-        failures = CounterMetricFamily("tfps_job_failures", "Jobs that have failed", labels=["error"])
-        refused = CounterMetricFamily("tfps_rpc_errors", "Calls that were refused", labels=["rpc", "error"])
-        for each in status.errors:
-            if each.where == "job":
-                failures.add_metric([each.error], each.count)
-            else:
-                refused.add_metric([each.where, each.error], each.count)
-        yield failures
-        yield refused
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(self, listening: socket.socket) -> None:
-        self._lock = threading.Lock()  # guards _open
         self._open = Newest(_MAX_REQUESTS)  # connections that are served
         super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
@@ -104,15 +65,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Argument, client_address: Argument) -> None:
-        """Starts a thread for a connection; ends the oldest where there are too many."""
-        with self._lock:
-            self._open.add(request)
+        self._open.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Argument) -> None:
-        """A connection has been served."""
-        with self._lock:
-            self._open.discard(request)
+        self._open.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Argument, client_address: Argument) -> None:
@@ -126,23 +83,17 @@ class _Handler(WSGIRequestHandler):
         """Logs nothing."""
 
 
-class MetricsServer:
+class MetricsServer(Collector):
     """Answers HTTP requests about `server` on a thread "tfps-metrics", from construction until `stop`.
 
-    `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops.
-
-    Args:
-        host: address to listen on, as `listen` does. Whoever reaches it may read the metrics.
-        port: 0 picks a free one; see `port`.
-
-    Raises:
-        ConfigError: the port is not available.
+    `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops. ConfigError:
+    the port, of which 0 picks a free one, is not available.
     """
 
     def __init__(self, server: ParameterServer, host: str, port: int) -> None:
         self._server = server
         registry = CollectorRegistry()
-        registry.register(PserverCollector(server))
+        registry.register(self)
         ProcessCollector(registry=registry)
         self._metrics = make_wsgi_app(registry)
         try:
@@ -153,6 +104,32 @@ class MetricsServer:
         self.port = int(self._http.server_port)
         self._thread = threading.Thread(target=self._http.serve_forever, name="tfps-metrics", daemon=True)
         self._thread.start()
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._server.status()
+        yield InfoMetricFamily("tfps", "Version of tfps", {"version": status.version})
+        members = GaugeMetricFamily("tfps_members", "Members of the current job by state", labels=["state"])
+        for state in State:
+            members.add_metric([state.value], sum(member.state == state.value for member in status.members))
+        yield members
+        for field, text in _PER_JOB.items():
+            yield GaugeMetricFamily(f"tfps_{field}", text, getattr(status, field))
+        for field, total, text in _PER_RANK:
+            name = f"tfps_{field}" if field != "wait_s" else "tfps_aggregate_wait_seconds"
+            family = (CounterMetricFamily if total else GaugeMetricFamily)(name, text, labels=["rank"])
+            for member in status.members:
+                family.add_metric([str(member.rank)], getattr(member, field))
+            yield family
+        yield CounterMetricFamily("tfps_jobs", "Jobs that have begun", status.jobs)
+        failures = CounterMetricFamily("tfps_job_failures", "Jobs that have failed", labels=["error"])
+        refused = CounterMetricFamily("tfps_rpc_errors", "Calls that were refused", labels=["rpc", "error"])
+        for each in status.errors:
+            if each.where == "job":
+                failures.add_metric([each.error], each.count)
+            else:
+                refused.add_metric([each.where, each.error], each.count)
+        yield failures
+        yield refused
 
     def stop(self) -> None:
         """Ends the thread and frees the port."""

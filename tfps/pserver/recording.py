@@ -16,26 +16,19 @@ class Recording:
     """The capture of a job as one of its pservers sees it; see Records in protos/tfps.proto. Any thread.
 
     What is asked of a capture that is unknown or over raises ClosedError.
-
-    Attributes:
-        number: of the current capture, until all is collected; 0 if none.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._changed = threading.Condition()  # guards all below; notified when `collect` may have something to give
-        self.number = 0
+        self.number = 0  # of the current capture, until all is collected; 0 if none
         self._runs = False
         self._parts: deque[pb.Records] = deque()
         self._expected: set[int] = set()  # ranks that may still upload
         self._failure: TfpsError | None = None
 
     def start(self, number: int, uploading: Iterable[int]) -> None:
-        """Starts recording; drops an earlier capture.
-
-        Args:
-            uploading: ranks that will upload to this pserver.
-        """
+        """Starts recording; drops an earlier capture. The ranks `uploading` will upload to this pserver."""
         with self._changed:
             self.number, self._runs = number, True
             self._parts.clear()

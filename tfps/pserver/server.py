@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import cast
 
 import grpc
 from google.protobuf.message import Message
@@ -25,38 +24,19 @@ from tfps.exchange.parameter_shard import ParameterShard
 from tfps.membership.members import Applicant
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.data_port import DataPort, Session
+from tfps.pserver.data_port import DataPort
 from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen
-from tfps.pserver.job import ErrorCounts, Job
+from tfps.pserver.job import ErrorCounts, Job, Session
 from tfps.pserver.slices import OwnedSlice
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
-from tfps.wire import frames, shared_memory
-from tfps.wire.connection import not_expected, outgoing, receive
-from tfps.wire.control import (
-    INCARNATION_KEY,
-    MEASURE,
-    PROTOCOL_VERSION,
-    PULL,
-    PUSH,
-    RANK_KEY,
-    SERVICE,
-    STATE_PIECE_BYTES,
-    Fallible,
-    bucket_of,
-    config_of,
-    failure_of,
-    layout_of,
-    reply_type,
-    server_options,
-    version_text,
-)
-from tfps.wire.frames import Header, Kind, error_from
+from tfps.wire import control, frames, shared_memory
+from tfps.wire.connection import outgoing, receive
+from tfps.wire.frames import error_from
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Measuring
-from tfps.wire.send_queue import SendQueue
-from tfps.wire.shared_memory import Attached, Offer, Place, machine_bytes, resident_bytes, tune_malloc
+from tfps.wire.shared_memory import Attached, Offer, machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")
@@ -64,6 +44,7 @@ _MAX_JOIN_S = 600.0  # that a Join may wait, whatever its client says
 _MAX_WAIT_S = 60.0  # of another call
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 _PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and at once
+_OF_APPLICANT = ("job", "workers", "uid", "host", "pid", "pserver_index", "pservers", "incarnation")  # fields of a Join
 _MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in the long run and at once
 
 
@@ -73,17 +54,13 @@ class ParameterServer:
     Per worker, one thread sends replies and another receives and aggregates pushes and queues the replies.
 
     Args:
-        host: address to listen on; `"0.0.0.0"` is every interface.
-        port: 0 picks a free one; see `port`.
-        workers: how many workers a job has.
+        port, data_port: 0 picks a free one; see `port`. Workers learn of `data_port` when they join. None with TLS.
         job: serve only jobs of this name.
-        data_port: port for data connections; 0 picks a free one. Workers learn it when they join. None with TLS.
-        security: whom it talks to. Without a job token and TLS `host` must be a loopback address.
         max_memory: bytes that jobs may declare; None: what the machine has.
 
     Raises:
-        ConfigError: an argument is out of range, a port is not available, `host` is open to strangers, or a file of
-            `security` cannot be read or is malformed.
+        ConfigError: an argument is out of range, a port is not available, `host` is open to strangers (a loopback
+            address is not), or a file of `security` cannot be read or is malformed.
     """
 
     def __init__(
@@ -112,7 +89,7 @@ class ParameterServer:
         self._job_name = job
         self._recorder = recorder or Recorder()
         self._started_s = time.monotonic()
-        self._measuring = Measuring(self._has_job, Rate(_MEASURED_PER_S, _MEASURED).take)
+        self._measuring = Measuring(lambda: self._job.under_way, Rate(_MEASURED_PER_S, _MEASURED).take)
         self._probe_rate = Rate(_PROBES_PER_S, _PROBES)
         self._errors = ErrorCounts()
         self._max_memory = machine_bytes() if max_memory is None else max_memory
@@ -122,11 +99,11 @@ class ParameterServer:
         self._lock = threading.Lock()  # guards all below
         self._job = self._new_job()
         self._jobs = 0
-        self._stopped = False
+        self.stopped = False
         # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
         # come before the last job's stream threads have ended.
         self._pool = DaemonPool(6 * workers + 8, "tfps-server")
-        self._server = grpc.server(self._pool, interceptors=(self._guard,), options=server_options(security))
+        self._server = grpc.server(self._pool, interceptors=(self._guard,), options=control.server_options(security))
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host
         try:
@@ -155,7 +132,7 @@ class ParameterServer:
     def stop(self, grace_s: float = 2.0) -> None:
         """Fails the current job, if any, and stops the server. May be called again."""
         with self._lock:
-            self._stopped = True
+            self.stopped = True
             job = self._job
         job.fail(PserverLostError(f"pserver {self.address} was stopped"))
         self._measuring.close()
@@ -166,64 +143,37 @@ class ParameterServer:
         self._guard.close()
         self._pool.shutdown(wait=False)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether `stop` has been called."""
-        return self._stopped
-
     def status(self) -> pb.StatusReply:
         """The pserver's status, computed on request: nothing is measured in between."""
         with self._lock:
             job, jobs = self._job, self._jobs
         status = job.status()
-        status.MergeFrom(
-            pb.StatusReply(
-                version=__version__,
-                cpu_s=time.process_time(),
-                uptime_s=time.monotonic() - self._started_s,
-                memory_bytes=resident_bytes(),
-                jobs=jobs,
-                errors=self._errors.all(),
-            )
-        )
+        status.version, status.jobs, status.memory_bytes = __version__, jobs, resident_bytes()
+        status.cpu_s, status.uptime_s = time.process_time(), time.monotonic() - self._started_s
+        status.errors.extend(self._errors.all())
         return status
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        def unary(call: Callable[..., Message], name: str) -> grpc.RpcMethodHandler:
-            def answered(request: bytes, context: grpc.ServicerContext) -> Message:
-                try:
-                    reply = call(parse(name, request), context)
-                except TfpsError as error:
-                    reply = _refusal(name, error)
-                except Exception as error:
-                    reply = _refusal(name, self._bug(f"in {name}", error))
-                if name != "Leave" and reply.HasField("failure"):
-                    failure = cast(Fallible, reply).failure
-                    self._errors.add(name, error_from(failure.code, failure.text))
-                return reply
-
-            return grpc.unary_unary_rpc_method_handler(
-                answered,
-                response_serializer=lambda reply: reply.SerializeToString(),
-            )
-
         calls: dict[str, Callable[..., Message]] = {
             "Join": self._join,
-            "Clock": self._clock,
-            "Status": self._status,
+            "Clock": lambda *_: pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns()),
+            "Status": lambda request, _: (
+                self.status() if request.details else pb.StatusReply(cpu_s=time.process_time())
+            ),
             "Probe": self._probe,
             "Leave": self._leave,
         }
         calls |= {name: functools.partial(self._of_job, name) for name in _JOB_CALLS}
-        handlers = {name: unary(call, name) for name, call in calls.items()}
-        handlers[PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
-        handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
-        handlers[MEASURE] = grpc.stream_stream_rpc_method_handler(self._measuring.call)
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
-
-    def _has_job(self) -> bool:
-        with self._lock:
-            return self._job.under_way
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                functools.partial(self._answer, name, call), response_serializer=lambda reply: reply.SerializeToString()
+            )
+            for name, call in calls.items()
+        }
+        handlers[control.PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
+        handlers[control.PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
+        handlers[control.MEASURE] = grpc.stream_stream_rpc_method_handler(self._measuring.call)
+        return grpc.method_handlers_generic_handler(control.SERVICE, handlers)
 
     def _job_of(self, incarnation: str) -> Job:
         with self._lock:
@@ -233,28 +183,49 @@ class ParameterServer:
 
     # Control calls; on gRPC's threads
 
-    def _join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
-        reply = pb.JoinReply(protocol_version=PROTOCOL_VERSION)
+    def _answer(
+        self, name: str, call: Callable[..., Message], request: bytes, context: grpc.ServicerContext
+    ) -> Message:
         try:
-            if request.protocol_version != PROTOCOL_VERSION:
-                raise ConnectError(version_text(PROTOCOL_VERSION, request.protocol_version))
-            if wait_s := self._join_rate.take():
-                raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
-            config = config_of(request.settings)
-            applicant = _applicant(request)
-            self._wait_for_end(context)
-            with self._lock:
-                if self._stopped:
-                    raise ConnectError("the pserver is stopping")
-                if self._job.over:
-                    self._job = self._new_job()
-                first = not self._job.incarnation
-                reply.rank, reply.shared_memory = self._job.join(applicant, config, _attached(request))
-                self._jobs += first
-                reply.workers, reply.incarnation, reply.data_port = self.workers, self._job.incarnation, self._data_port
-        except TfpsError as error:  # caught here: a refusal must carry the protocol version, too
-            reply.failure.CopyFrom(failure_of(error))
+            reply = call(parse(name, request), context)
+        except Exception as error:
+            failure = control.failure_of(error if isinstance(error, TfpsError) else self._failed(f"in {name}", error))
+            reply = control.reply_type(name)()
+            if name in ("Join", "Probe"):  # a refusal says it, too
+                reply.protocol_version = control.PROTOCOL_VERSION
+            if name != "Leave":
+                reply.failure.CopyFrom(failure)
+                self._errors.add(name, error_from(failure.code, failure.text))
         return reply
+
+    def _join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
+        if request.protocol_version != control.PROTOCOL_VERSION:
+            raise ConnectError(control.version_text(control.PROTOCOL_VERSION, request.protocol_version))
+        if wait_s := self._join_rate.take():
+            raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
+        config = control.config_of(request.settings)
+        applicant = Applicant(
+            rank=request.rank if request.rank >= 0 else None,
+            settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
+            **{name: getattr(request, name) for name in _OF_APPLICANT},
+        )
+        self._wait_for_end(context)
+        with self._lock:
+            if self.stopped:
+                raise ConnectError("the pserver is stopping")
+            if self._job.over:
+                self._job = self._new_job()
+            first = not self._job.incarnation
+            rank, shared_memory = self._job.join(applicant, config, _attached(request))
+            self._jobs += first
+            return pb.JoinReply(
+                protocol_version=control.PROTOCOL_VERSION,
+                rank=rank,
+                shared_memory=shared_memory,
+                workers=self.workers,
+                incarnation=self._job.incarnation,
+                data_port=self._data_port,
+            )
 
     def _wait_for_end(self, context: grpc.ServicerContext) -> None:
         """Waits, while a job ends, for as long as a Join may."""
@@ -268,22 +239,15 @@ class ParameterServer:
             self._joining.release()
 
     def _of_job(self, name: str, request: Argument, context: object) -> Message:
-        """Answers a call of _JOB_CALLS."""
-        reply: Message = reply_type(name)(**(_JOB_CALLS[name](self._job_of(request.incarnation), request) or {}))
+        fields = _JOB_CALLS[name](self._job_of(request.incarnation), request)
+        reply: Message = control.reply_type(name)(**fields or {})
         return reply
 
-    def _clock(self, request: pb.ClockRequest, context: grpc.ServicerContext) -> pb.ClockReply:
-        return pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns())
-
-    def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        return self.status() if request.details else pb.StatusReply(cpu_s=time.process_time())
-
     def _probe(self, request: pb.ProbeRequest, context: grpc.ServicerContext) -> pb.ProbeReply:
-        """Answers what this pserver would offer a worker."""
         if wait_s := self._probe_rate.take():
             raise ConnectError(f"too many clients probe this pserver at once; the next may in {wait_s:.2g} s")
         return pb.ProbeReply(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=control.PROTOCOL_VERSION,
             version=__version__,
             workers=self.workers,
             job=self._job_name,
@@ -302,67 +266,50 @@ class ParameterServer:
 
     def _open(
         self, stream: str, context: grpc.ServicerContext, end: Callable[[], object] | None = None
-    ) -> tuple[Job, int, SendQueue]:
-        metadata = dict(context.invocation_metadata())
-        rank = _rank_of(metadata)
-        job = self._job_of(metadata.get(INCARNATION_KEY, ""))
-        return job, rank, job.open_stream(rank, stream, end)
+    ) -> Session | TfpsError:
+        """The session of a stream that a worker opens; an error is for this worker alone: the job goes on."""
+        try:
+            metadata = dict(context.invocation_metadata())
+            text = str(metadata.get(control.RANK_KEY, ""))
+            if not text.isdigit():
+                raise ConnectError(f"metadata {control.RANK_KEY} must be a number, got {text!r}")
+            job, rank = self._job_of(metadata.get(control.INCARNATION_KEY, "")), int(text)
+            return Session(job, rank, job.open_stream(rank, stream, end), self._failed)
+        except TfpsError as error:
+            self._errors.add(stream, error)
+            return error
 
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        try:
-            job, rank, queue = self._open(PUSH, context, context.cancel)
-        except TfpsError as error:
-            self._errors.add("Push", error)
-            return frames.encode_error(error)  # refused alone: the job goes on
-        try:
-            receive(_until_broken(messages), Kind.PUSH, queue, _Pushes(job, rank))
-        except Exception as error:
-            self._fail(job, rank, error, f"while it took a push of rank {rank}")
-        job.stream_ended(rank)
+        session = self._open(control.PUSH, context, context.cancel)
+        if isinstance(session, TfpsError):
+            return frames.encode_error(session)
+        session.receive(functools.partial(receive, _until_broken(messages)))
         return b""
 
     def _pull(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        try:
-            job, rank, queue = self._open(PULL, context)
-        except TfpsError as error:
-            self._errors.add("Pull", error)
-            yield frames.encode_error(error)  # refused alone, too
+        session = self._open(control.PULL, context)
+        if isinstance(session, TfpsError):
+            yield frames.encode_error(session)
             return
-        ended = functools.partial(job.stream_ended, rank)
-        if not context.add_callback(ended):  # also called if the stream breaks while idle
-            ended()
+        if not context.add_callback(session.ended):  # also called if the stream breaks while idle
+            session.ended()
         try:
-            yield from outgoing(queue)
+            yield from outgoing(session.queue)
         except TfpsError as error:
             yield frames.encode_error(error)
         except Exception as error:
-            yield frames.encode_error(self._fail(job, rank, error, f"while it sent to rank {rank}"))
+            yield frames.encode_error(session.fail(error, f"while it sent to rank {session.rank}"))
 
     def _open_session(self, incarnation: str, rank: int) -> Session:
         """Opens the session of a data connection, which is both streams."""
         job = self._job_of(incarnation)
-        job.open_stream(rank, PUSH)
-        queue = job.open_stream(rank, PULL)
-        fail = functools.partial(self._fail, job, rank)
-        return Session(queue, _Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
+        job.open_stream(rank, control.PUSH)
+        return Session(job, rank, job.open_stream(rank, control.PULL), self._failed)
 
-    def _fail(self, job: Job, rank: int, error: Exception, when: str) -> TfpsError:
-        """Fails the job with an error of a stream of `rank`; returns what to tell its workers."""
-        if isinstance(error, ProtocolError):
-            failure: TfpsError = ProtocolError(f"rank {rank}: {error}")
-        elif job.over:  # maybe caused by the teardown
-            return self._failed(when, error)
-        else:
-            failure = self._bug(when, error)
-        job.fail(failure)
-        return failure
-
-    def _bug(self, when: str, error: Exception) -> TfpsError:
-        """Logs an unexpected error, such as a MemoryError; returns what to tell the workers."""
-        logger.error("tfps: failed %s", when, exc_info=error)
-        return self._failed(when, error)
-
-    def _failed(self, when: str, error: Exception) -> TfpsError:
+    def _failed(self, when: str, error: Exception, *, logged: bool = True) -> TfpsError:
+        """What to tell the workers of an unexpected error, such as a MemoryError."""
+        if logged:
+            logger.error("tfps: failed %s", when, exc_info=error)
         return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
 
 
@@ -372,21 +319,17 @@ Fields = Mapping[str, object]
 
 
 def _declare(job: Job, request: pb.DeclareRequest) -> None:
-    specs = [bucket_of(bucket) for bucket in request.buckets]
+    specs = [control.bucket_of(bucket) for bucket in request.buckets]
     job.declare(request.rank, request.number, request.details, specs, _bounded(request.timeout_s))
-
-
-def _waiting(job: Job, request: pb.WaitingRequest) -> Fields:
-    return {"missing": job.undeclared() if request.declaration else job.missing(request.bucket, request.rank)}
 
 
 def _put(job: Job, request: pb.PutRequest) -> None:
     owned, parameters = _parameters(job, request)
-    nbytes = len(request.values)
-    if request.rank or nbytes > STATE_PIECE_BYTES or nbytes % 4 or request.begin % 4:
+    nbytes, most = len(request.values), control.STATE_PIECE_BYTES
+    if request.rank or nbytes > most or nbytes % 4 or request.begin % 4:
         raise ProtocolError(
-            f"a call of Put must be rank 0's, with at most {STATE_PIECE_BYTES} bytes, a multiple of 4 bytes from a "
-            f"multiple of 4 on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
+            f"a call of Put must be rank 0's, with at most {most} bytes, a multiple of 4 bytes from a multiple of 4 "
+            f"on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
         )
     with owned.lock:
         parameters.put(request.number, request.begin, request.values)
@@ -394,20 +337,22 @@ def _put(job: Job, request: pb.PutRequest) -> None:
 
 def _get(job: Job, request: pb.GetRequest) -> Fields:
     owned, parameters = _parameters(job, request)
-    if request.nbytes > STATE_PIECE_BYTES:
-        raise ProtocolError(f"a call of Get must ask for at most {STATE_PIECE_BYTES} bytes, got {request.nbytes}")
+    if request.nbytes > (most := control.STATE_PIECE_BYTES):
+        raise ProtocolError(f"a call of Get must ask for at most {most} bytes, got {request.nbytes}")
     with owned.lock:
         return {"values": parameters.get(request.number, request.begin, request.nbytes)}
 
 
 _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     "Declare": _declare,
-    "Waiting": _waiting,
+    "Waiting": lambda job, request: {
+        "missing": job.undeclared() if request.declaration else job.missing(request.bucket, request.rank)
+    },
     "Put": _put,
     "Get": _get,
     "Rest": lambda job, request: job.quiesce(request.rank),
     "Take": lambda job, request: {"number": job.counters.fetch_add(request.counter, request.rank)},
-    "Tune": lambda job, request: job.tune(layout_of(request.layout)),
+    "Tune": lambda job, request: job.tune(control.layout_of(request.layout)),
     "Trace": lambda job, request: job.trace(request.number, request.on),
     "Upload": lambda job, request: job.recording.upload(request.number, request.rank, request.records),
     "Collect": lambda job, request: {"records": job.recording.collect(request.number, _bounded(request.timeout_s))},
@@ -427,40 +372,6 @@ def _parameters(job: Job, request: pb.PutRequest | pb.GetRequest) -> tuple[Owned
     return owned, owned.parameters
 
 
-# What else they need
-
-
-def _rank_of(metadata: dict[str, object]) -> int:
-    """The rank that a stream is of."""
-    text = str(metadata.get(RANK_KEY, ""))
-    if not text.isdigit():
-        raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
-    return int(text)
-
-
-def _refusal(name: str, error: TfpsError) -> Message:
-    """The reply to a control call that has failed."""
-    version = {"protocol_version": PROTOCOL_VERSION} if name in ("Join", "Probe") else {}
-    reply: Message = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}), **version)
-    return reply
-
-
-def _applicant(request: pb.JoinRequest) -> Applicant:
-    """The worker that sends this request."""
-    return Applicant(
-        job=request.job,
-        rank=request.rank if request.rank >= 0 else None,
-        workers=request.workers,
-        uid=request.uid,
-        host=request.host,
-        pid=request.pid,
-        pserver_index=request.pserver_index,
-        pservers=request.pservers,
-        incarnation=request.incarnation,
-        settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
-    )
-
-
 def _attached(request: pb.JoinRequest | pb.ProbeRequest) -> Attached | None:
     """Attaches a worker's memory, if offered and accessible; None: sockets are used."""
     if not request.HasField("memory"):
@@ -476,21 +387,3 @@ def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
     """The messages of a stream, until it ends or breaks: gRPC raises then; stream_ended handles that."""
     with contextlib.suppress(Exception):
         yield from messages
-
-
-class _Pushes:
-    """Receives one rank's frames; see `Receiver`. A push stays where it was received until its sum is complete."""
-
-    def __init__(self, job: Job, rank: int) -> None:
-        self._job, self._rank = job, rank
-
-    def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        return None
-
-    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        self._job.push(self._rank, header, payload, place)
-
-    def notice(self, header: Header, payload: memoryview) -> None:
-        if header.kind != Kind.SCALARS:
-            raise not_expected(header, Kind.PUSH)
-        self._job.take_scalars(self._rank, header, payload)

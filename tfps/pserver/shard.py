@@ -6,23 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tfps.config import Config
-from tfps.errors import ConfigError, ProtocolError, TfpsError
+from tfps.errors import ConfigError
 from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
-from tfps.exchange.layout import Cutting, Layout, Placer, Slice, cut_anew, cut_sum
+from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.membership.view import View
-from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
-from tfps.pserver.slices import (
-    DeltaState,
-    GatherAdmission,
-    OwnedSlice,
-    RoundScalars,
-    State,
-    SumAdmission,
-    SumState,
-    UpdatedState,
-)
+from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
+from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, SumSlice
 from tfps.trace.recorder import Recorder
 
 _SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
@@ -30,21 +21,13 @@ _SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
 
 @dataclass(slots=True)
 class OwnedBucket:
-    """A declared bucket; `slices` are those this pserver owns, by index (a gather: index 0).
-
-    `slices` is only replaced as a whole, so streams read it without a lock.
-    """
+    """A declared bucket, as far as this pserver owns it."""
 
     spec: BucketSpec
+    # By index (a gather: 0); only replaced as a whole, so streams read it without a lock.
     slices: dict[int, OwnedSlice] = field(default_factory=dict)
     next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by first step
     scalars: RoundScalars | RankScalars | None = None  # if it has an update
-
-    def take_scalars(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """See `RoundScalars.take` and `RankScalars.take`."""
-        if self.scalars is None:
-            raise ProtocolError(f"bucket '{self.spec.name}' has no update, got step scalars for one")
-        return self.scalars.take(rank, step, data)
 
     def advance(self, step: int) -> None:
         """Switches to the next cutting if `step` uses it. The step before is over by then, on all pservers."""
@@ -53,11 +36,9 @@ class OwnedBucket:
 
 
 class Shard:
-    """What one pserver owns. The caller's lock guards all changes and the buckets' `next`.
+    """What the pserver at place `index` of the workers' lists owns, in at most `max_memory` bytes.
 
-    Args:
-        view: of the job; `index` is this pserver's place in the workers' lists.
-        max_memory: bytes that the buckets may take.
+    The caller's lock guards all changes and the buckets' `next`.
     """
 
     def __init__(self, config: Config, view: View, index: int, recorder: Recorder, max_memory: int = 2**63) -> None:
@@ -67,13 +48,12 @@ class Shard:
         self._placer = Placer(view.pservers, config.placement)
         self.bound = StalenessBound(view, config.staleness)  # of mode "async"
 
-    def check(self, specs: Sequence[BucketSpec]) -> None:
-        """Checks that there is memory for `specs` beside the buckets that are here."""
-        self._check([*(bucket.spec for bucket in self.buckets), *specs], self.config.first_slice_bytes)
-
-    def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
-        # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
+    def check(self, more: Sequence[BucketSpec], slice_bytes: int = 0) -> None:
+        """Checks that there is memory for `more` buckets beside those that are here."""
+        specs = [*(bucket.spec for bucket in self.buckets), *more]
+        slice_bytes = slice_bytes or self.config.first_slice_bytes
         workers, pservers = self.view.workers, len(self.view.pservers)
+        # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
         parts = workers if self.config.deterministic or self.config.applies_each_push else 1
         copies = workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
         kept = sum(spec.nbytes * (kept_arrays(spec) + copies * (spec.update is not None)) for spec in specs)
@@ -90,75 +70,59 @@ class Shard:
         """Adds buckets that all ranks have declared."""
         slice_bytes = self.config.first_slice_bytes
         for spec in specs:
-            bucket = OwnedBucket(spec, scalars=self._scalars(spec))
+            bucket = OwnedBucket(spec)
+            if spec.update is not None:
+                if self.config.applies_each_push:
+                    bucket.scalars = RankScalars(spec.name, spec.update, self.view)
+                else:
+                    bucket.scalars = RoundScalars(spec.name, spec.update)
             if spec.kind == "sum":
                 bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer))
             elif self._placer.place_gather() == self.index:
                 round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes)
-                bucket.slices[0] = OwnedSlice(self._recorder, GatherAdmission(self._recorder, round_))
+                bucket.slices[0] = GatherSlice(self._recorder, round_)
             self.buckets.append(bucket)
 
     def cut_anew(self, layout: Layout) -> None:
         """Prepares the cuttings of `layout`, each from its step on."""
-        specs = [bucket.spec for bucket in self.buckets]
         if layout.slice_bytes > 0:  # else it does not fit
-            self._check(specs, layout.slice_bytes)
+            self.check((), layout.slice_bytes)
+        specs = [bucket.spec for bucket in self.buckets]
         for number, cutting in cut_anew(specs, layout, self.view.pservers, self.config.placement).items():
             self.buckets[number].next[cutting.step] = self._slices(self.buckets[number], cutting)
 
-    def slices(self, asynchronous: bool = False) -> Iterator[tuple[str, OwnedSlice]]:
-        """The slices in use, each with its bucket's name; those of all buckets, or those of mode "async" alone."""
-        for bucket in self.buckets:
-            if not asynchronous or isinstance(bucket.scalars, RankScalars):
-                for item in bucket.slices.values():
-                    yield bucket.spec.name, item
+    def slices(self) -> Iterator[tuple[str, OwnedSlice]]:
+        """The slices in use, each with its bucket's name."""
+        return ((bucket.spec.name, item) for bucket in self.buckets for item in bucket.slices.values())
 
-    def clear(self) -> None:
-        """Forgets all buckets."""
-        self.buckets = []
-
-    def _scalars(self, spec: BucketSpec) -> RoundScalars | RankScalars | None:
-        if spec.update is None:
-            return None
-        if self.config.applies_each_push:
-            return RankScalars(spec.name, spec.update, self.view)
-        return RoundScalars(spec.name, spec.update)
+    def async_slices(self) -> Iterator[tuple[str, AsyncSlice]]:
+        """Those of mode "async"."""
+        return ((name, item) for name, item in self.slices() if isinstance(item, AsyncSlice))
 
     def _slices(self, bucket: OwnedBucket, cutting: Cutting) -> dict[int, OwnedSlice]:
-        """The slices of a sum that this pserver owns."""
-        return {
-            index: self._slice(bucket, index, piece, cutting.step)
-            for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True))
-            if owner == self.index
-        }
-
-    def _slice(self, bucket: OwnedBucket, index: int, piece: Slice, step: int) -> OwnedSlice:
-        """A slice of a sum, from `step` on: its format, state and admission."""
-        recorder, config, spec, scalars = self._recorder, self.config, bucket.spec, bucket.scalars
-        label = f"slice {index} of bucket '{spec.name}'"
-        format_ = SliceFormat(label, parse_dtype(spec.dtype), piece.nbytes, spec.codec)
-        parameters: ParameterShard | None = None
-        if scalars is not None:
-            viewed = spec.codec is not None and not config.applies_each_push
-            parameters = ParameterShard(label, scalars.spec, piece.offset, piece.nbytes, viewed=viewed)
-            if isinstance(scalars, RankScalars):
-                admission = AsyncAdmission(
-                    recorder, format_, parameters, scalars, self.bound, config.delay_compensation
-                )
-                return OwnedSlice(recorder, admission, parameters)
-        state: State
-        if scalars is None or parameters is None:
-            state = SumState(format_)
-        elif spec.codec is None:
-            state = UpdatedState(parameters, scalars)
-        else:
-            state = DeltaState(parameters, scalars, spec.codec)
-        round_ = SumRound(format_, self.view, config.deterministic, step)
-        return OwnedSlice(recorder, SumAdmission(recorder, round_, state), parameters)
+        spec, scalars, codec, config = bucket.spec, bucket.scalars, bucket.spec.codec, self.config
+        found: dict[int, OwnedSlice] = {}
+        for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
+            if owner != self.index:
+                continue
+            label = f"slice {index} of bucket '{spec.name}'"
+            format_ = SliceFormat(label, parse_dtype(spec.dtype), piece.nbytes, codec)
+            parameters: ParameterShard | None = None
+            if scalars is not None:
+                viewed = codec is not None and not config.applies_each_push
+                parameters = ParameterShard(label, scalars.spec, piece.offset, piece.nbytes, viewed=viewed)
+                if isinstance(scalars, RankScalars):
+                    found[index] = AsyncSlice(
+                        self._recorder, format_, parameters, scalars, self.bound, config.delay_compensation
+                    )
+                    continue
+            round_ = SumRound(format_, self.view, config.deterministic, cutting.step)
+            found[index] = SumSlice(self._recorder, round_, parameters, scalars)
+        return found
 
 
 def kept_arrays(spec: BucketSpec) -> int:
     """How many arrays of its size the pservers keep of a bucket with an update, or of one that is compressed."""
     if spec.update is not None:
-        return spec.update.kept + (spec.codec is not None)  # with a codec also the workers' view
+        return 1 + len(spec.update.slots) + (spec.codec is not None)  # the parameters first, the worker view last
     return int(spec.codec is not None and spec.codec.feeds_back)  # the residual

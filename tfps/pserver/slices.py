@@ -1,34 +1,29 @@
 """Slices on their owner. Each push is answered with `Answer`s, at once or when others have pushed.
 
-A slice is made of three things:
-
-* a **format** (`SliceFormat`): how its numbers travel, as they are or encoded by a codec;
-* a **state**: what becomes of a sum. `SumState` returns it, `UpdatedState` returns the parameters that it has updated,
-  `DeltaState` the encoded change of these since the workers' view of them;
-* an **admission**: which pushes count together, and when they are answered. `SumAdmission` and `GatherAdmission` are
-  rounds of all ranks, `AsyncAdmission` (async_admission.py) takes each push by itself and bounds how far ranks drift
-  apart.
+`SumSlice` and `GatherSlice` are rounds of all ranks. `AsyncSlice` (async_slice.py) takes each push by itself and bounds
+how far ranks drift apart.
 """
 
 from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Collection, Container, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Container, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from tfps.errors import MismatchError, ProtocolError, TfpsError
-from tfps.exchange.aggregate import GatherRound, Part, SliceFormat, SumRound
-from tfps.exchange.codecs import Codec, Floats
+from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
+from tfps.exchange.codecs import Floats
 from tfps.exchange.layout import cut
 from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec, difference
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
+from tfps.types import Array
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
-from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
+from tfps.wire.send_queue import Encoding
 from tfps.wire.shared_memory import Target
 
 
@@ -44,7 +39,7 @@ class Push(NamedTuple):
         """The header of what answers it."""
         return self.header._replace(kind=Kind.REPLY, flags=flags, received=0)
 
-    def part(self, format_: SliceFormat) -> Part | None:
+    def part(self, format_: SliceFormat) -> Array | None:
         """What it contributes; None: nothing."""
         flags, payload, target = self.header.flags, self.payload, self.target
         encoded, whole = format_.codec is not None, bool(flags & WHOLE)
@@ -72,31 +67,6 @@ class Answer(NamedTuple):
     target: Target | None = None
 
 
-class Taken(NamedTuple):
-    """Result of a push.
-
-    Attributes:
-        answers: what is to be sent now, maybe to other ranks, or to nobody.
-        wait_ns: this rank's delay after the first rank's push.
-    """
-
-    answers: Collection[Answer]
-    wait_ns: int = 0
-
-
-def send(queues: Mapping[int, SendQueue], answers: Iterable[Answer]) -> None:
-    """Puts answers into the queues of their ranks."""
-    for ranks, header, payload, target in answers:
-        if isinstance(payload, Encoding):
-            for rank in ranks:
-                queues[rank].put([Outgoing(header, payload.nbytes, encoding=payload)])
-        elif target is not None:
-            for rank in ranks:
-                queues[rank].put([Outgoing(header, target.place.nbytes, payload, target=target)])
-        elif payload is not None:
-            put_in_all([queues[rank] for rank in ranks], [(header, payload)])
-
-
 class Late(NamedTuple):
     """A rank without whose push others do not go on, and the step of that."""
 
@@ -104,107 +74,122 @@ class Late(NamedTuple):
     step: int
 
 
-class Admission(abc.ABC):
-    """Decides which pushes of a slice count together, and when they are answered. The slice's lock guards it.
+class OwnedSlice(abc.ABC):
+    """A slice, or a whole gather, on its owner; any thread. A push that does not fit it raises ProtocolError.
 
-    Attributes:
-        nbytes: of the slice; 0 for a gather.
+    `nbytes` is 0 for a gather. Put and Get reach `parameters`, if any are kept.
     """
 
-    nbytes: int
+    def __init__(self, recorder: Recorder, nbytes: int, parameters: ParameterShard | None = None) -> None:
+        self._recorder, self.nbytes, self.parameters = recorder, nbytes, parameters
+        self.lock = threading.Lock()  # guards all
 
     @abc.abstractmethod
-    def take(self, push: Push, now_ns: int, upcoming: Container[int]) -> Taken:
-        """See `OwnedSlice.take`."""
+    def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
+        """Takes a push; returns what is to be sent, and how many ns its rank is behind the first rank's push.
+
+        At a step of `upcoming` the bucket is cut anew, so that this slice ends.
+        """
 
     @abc.abstractmethod
-    def missing(self, asking: int | None) -> list[int]:
+    def missing(self, asking: int | None = None) -> list[int]:
         """The ranks that others wait for, or `asking` alone if it is not the same for all."""
 
     @abc.abstractmethod
     def late(self, ranks: Iterable[int]) -> Late | None:
         """The first of `ranks` that others wait for and cannot do without."""
 
-    def quiesced(self) -> Collection[int]:
-        """The ranks that push nothing more before all are quiesced."""
-        return ()
+    def _arrived(self, push: Push, now_ns: int) -> None:
+        header = push.header
+        if self._recorder.enabled:
+            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, push.rank, NONE)
 
-    def released(self) -> Collection[Answer]:
-        """Answers for the ranks that may go on after others have quiesced or left."""
-        return ()
+    def _completed(self, push: Push, begin_ns: int, nbytes: int, index: int) -> None:
+        """Records what `push` has completed: one span, also for all pieces of a gather."""
+        header = push.header
+        if self._recorder.enabled:
+            of_push = {"step": header.step, "bucket": header.bucket, "priority": header.priority, "rank": push.rank}
+            self._recorder.span("aggregate", begin_ns, self._recorder.clock(), slice=index, nbytes=nbytes, **of_push)
 
 
-class OwnedSlice:
-    """A slice, or a whole gather, on its owner; any thread. A push that does not fit it raises ProtocolError.
+class RoundSlice(OwnedSlice):
+    """All ranks push a step; the last of them completes it, and then all are answered."""
 
-    Attributes:
-        lock: guards `admission` and `parameters`.
-        parameters: what Put and Get reach; None if nothing is kept.
-    """
+    round: SumRound | GatherRound
+    _first_ns = 0  # first push of this round, on the recorder's clock
 
-    __slots__ = ("_recorder", "admission", "lock", "parameters")
-
-    def __init__(self, recorder: Recorder, admission: Admission, parameters: ParameterShard | None = None) -> None:
-        self._recorder, self.admission, self.parameters = recorder, admission, parameters
-        self.lock = threading.Lock()
-
-    def take(self, push: Push, upcoming: Container[int] = ()) -> Taken:
-        """Takes a push, and maybe completes what others have waited for.
-
-        Args:
-            upcoming: steps from which the bucket is cut anew, so that this slice ends.
-        """
-        now_ns = self._recorder.clock()
+    def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
+        now_ns, round_ = self._recorder.clock(), self.round
         with self.lock:
-            return self.admission.take(push, now_ns, upcoming)
+            if not round_.arrived:
+                self._first_ns = now_ns
+            self._add(push)
+            self._arrived(push, now_ns)
+            wait_ns = now_ns - self._first_ns if push.rank in round_.arrived else 0
+            return self._finish(push, push.header.step + 1 in upcoming) if round_.complete else [], wait_ns
 
     def missing(self, asking: int | None = None) -> list[int]:
-        """See `Admission.missing`."""
         with self.lock:
-            return self.admission.missing(asking)
+            return self.round.missing() if self.round.arrived else []
 
     def late(self, ranks: Iterable[int]) -> Late | None:
-        """See `Admission.late`."""
         with self.lock:
-            return self.admission.late(ranks)
+            arrived = self.round.arrived
+            return next((Late(rank, self.round.step) for rank in ranks if arrived and rank not in arrived), None)
 
-    def released(self) -> Collection[Answer]:
-        """See `Admission.released`."""
-        with self.lock:
-            return self.admission.released()
+    @abc.abstractmethod
+    def _add(self, push: Push) -> None: ...
 
-
-# States
-
-
-class State(Protocol):
-    """What becomes of the sum of a round."""
-
-    def finish(self, round_: SumRound, last: bool) -> tuple[memoryview | Encoding, int]:
-        """Takes the sum of a complete round; returns payload and flags of the answer.
-
-        Args:
-            last: whether the slice is cut anew after it.
-        """
+    @abc.abstractmethod
+    def _finish(self, push: Push, last: bool) -> list[Answer]:
+        """The answers to the round that `push` has completed, the `last` of this slice or not."""
 
 
-class SumState:
-    """Returns the sum. With a codec whoever first sends it encodes it, once, so that all ranks get the same bytes.
+class SumSlice(RoundSlice):
+    """A round whose sum comes back, or updates `parameters`: then these do or, with a codec, their change.
 
-    What the codec cannot express is the **residual**, which is added to the next sum. An answer is whole (not encoded)
-    and leaves no residual if the ranks collect theirs, and in the last step of a slice that is cut anew.
+    With a codec whoever first sends the answer encodes it, once, so that all ranks get the same bytes. What a sum's
+    codec cannot express is the **residual**, which is added to the next sum; that of a change is in the next change.
     """
 
-    __slots__ = ("_codec", "_residual")
+    round: SumRound
 
-    def __init__(self, format_: SliceFormat) -> None:
-        self._codec = codec = format_.codec
-        feeds_back = codec is not None and codec.feeds_back
-        self._residual: Floats | None = np.zeros(format_.nbytes // 4, np.float32) if feeds_back else None
+    def __init__(
+        self,
+        recorder: Recorder,
+        round_: SumRound,
+        parameters: ParameterShard | None = None,
+        scalars: RoundScalars | None = None,
+    ) -> None:
+        super().__init__(recorder, round_.format.nbytes, parameters)
+        self.round, self._scalars, self._codec = round_, scalars, round_.format.codec
+        feeds_back = parameters is None and self._codec is not None and self._codec.feeds_back
+        self._residual: Floats | None = np.zeros(self.nbytes // 4, np.float32) if feeds_back else None
+        self._targets: dict[int, Target] = {}  # of the ranks whose answer goes to shared memory
 
-    def finish(self, round_: SumRound, last: bool) -> tuple[memoryview | Encoding, int]:
-        whole, contributed = round_.whole, round_.contributed
-        total = round_.finish()
+    def _add(self, push: Push) -> None:
+        rank, header, payload, target = push
+        part = push.part(self.round.format)
+        owned = target is None and not payload.readonly
+        self.round.add(rank, header.step, part, whole=bool(header.flags & WHOLE), owned=owned)
+        if target is not None:
+            self._targets[rank] = target
+
+    def _finish(self, push: Push, last: bool) -> list[Answer]:
+        if self.parameters is None or self._scalars is None:
+            payload, flags = self._sum(last)
+        else:
+            payload, flags = self._updated(self.parameters, self._scalars)
+        self._completed(push, self._first_ns, self.nbytes, push.header.index)
+        header, targets, self._targets = push.reply(flags), self._targets, {}
+        answers = [Answer((rank,), header, payload, target) for rank, target in targets.items()]
+        answers.append(Answer([rank for rank in self.round.view.ranks if rank not in targets], header, payload))
+        return answers
+
+    def _sum(self, last: bool) -> tuple[memoryview | Encoding, int]:
+        """The sum and its flags: whole (not encoded), without a residual, if ranks collect theirs or it is the last."""
+        whole, contributed = self.round.whole, self.round.contributed
+        total = self.round.finish()
         if self._codec is None:
             return total, 0
         values = np.frombuffer(total, np.float32)
@@ -216,45 +201,41 @@ class SumState:
             self._residual[...] = 0
         return values.view(np.uint8).data, WHOLE
 
-
-class UpdatedState:
-    """Updates parameters with the sum and returns them."""
-
-    __slots__ = ("_parameters", "_scalars")
-
-    def __init__(self, parameters: ParameterShard, scalars: RoundScalars) -> None:
-        self._parameters, self._scalars = parameters, scalars
-
-    def finish(self, round_: SumRound, last: bool) -> tuple[memoryview | Encoding, int]:
-        return self._updated(round_), 0
-
-    def _updated(self, round_: SumRound) -> memoryview:
-        """The new parameters."""
-        scalars = self._scalars.at(round_.step)
-        self._parameters.take_put()
-        return self._parameters.update(round_.finish(), scalars)
-
-
-class DeltaState(UpdatedState):
-    """Updates parameters with the sum and returns their change since the workers' view.
-
-    There is no residual: what an answer cannot express is in the next one. A whole step changes nothing that is kept;
-    its answer is the sum of the ranks' residuals.
-    """
-
-    __slots__ = ("_codec",)
-
-    def __init__(self, parameters: ParameterShard, scalars: RoundScalars, codec: Codec) -> None:
-        super().__init__(parameters, scalars)
-        self._codec = codec
-
-    def finish(self, round_: SumRound, last: bool) -> tuple[memoryview | Encoding, int]:
-        if round_.whole:
-            self._scalars.skip(round_.step)
-            return round_.finish(), WHOLE
-        parameters = np.frombuffer(self._updated(round_), np.float32)
+    def _updated(self, parameters: ParameterShard, step_scalars: RoundScalars) -> tuple[memoryview | Encoding, int]:
+        if self.round.whole:  # the sum of the ranks' residuals, which changes nothing here
+            step_scalars.skip(self.round.step)
+            return self.round.finish(), WHOLE
+        scalars = step_scalars.at(self.round.step)
+        parameters.take_put()
+        updated = parameters.update(self.round.finish(), scalars)
+        if self._codec is None:
+            return updated, 0
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the view.
-        return Encoding(Delta(self._codec, self._parameters.worker_view), parameters, None), 0
+        return Encoding(Delta(self._codec, parameters.worker_view), np.frombuffer(updated, np.float32), None), 0
+
+
+class GatherSlice(RoundSlice):
+    """A round whose payloads are returned one by one."""
+
+    round: GatherRound
+
+    def __init__(self, recorder: Recorder, round_: GatherRound) -> None:
+        super().__init__(recorder, 0)
+        self.round = round_
+
+    def _add(self, push: Push) -> None:
+        header = push.header
+        self.round.add(push.rank, header.step, header.index, push.payload, bool(header.flags & LAST))
+
+    def _finish(self, push: Push, last: bool) -> list[Answer]:
+        result = self.round.finish()
+        self._completed(push, self._first_ns, len(result), NONE)
+        answers = []
+        for index, (offset, nbytes) in enumerate(cut(len(result), self.round.slice_bytes)):
+            end = offset + nbytes
+            header = push.reply(LAST if end == len(result) else 0)._replace(index=index)
+            answers.append(Answer(self.round.view.ranks, header, result[offset:end]))
+        return answers
 
 
 class RoundScalars:
@@ -267,13 +248,10 @@ class RoundScalars:
         self._by_rank: dict[int, StepScalars] = {}
 
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """Takes the scalars of `rank` for `step`, packed; returns why the job must fail, if another rank's differ.
-
-        A rank sends those of the next step when it has the whole reply to this one: nobody needs this one's any more.
-        """
+        """Takes packed scalars; returns why the job must fail, if another rank's differ from those of `rank`."""
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
-            if step == self._step + 1 and self._by_rank:
+            if step == self._step + 1 and self._by_rank:  # some rank has the whole reply: nobody needs these any more
                 self._step, self._by_rank = step, {}
             if step != self._step or rank in self._by_rank:
                 raise ProtocolError(
@@ -301,116 +279,3 @@ class RoundScalars:
             if step != self._step or 0 not in self._by_rank:
                 raise ProtocolError(f"step scalars of bucket '{self.name}' must come before the slices of step {step}")
             return self._by_rank[0]
-
-
-# Rounds of all ranks
-
-
-class RoundAdmission(Admission):
-    """All ranks push a step; the last of them completes it, and then all are answered."""
-
-    round: SumRound | GatherRound
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._first_ns = 0  # first push of this round, on the recorder's clock
-
-    def take(self, push: Push, now_ns: int, upcoming: Container[int]) -> Taken:
-        recorder, round_, header = self._recorder, self.round, push.header
-        if not round_.started:
-            self._first_ns = now_ns
-        self._add(push)
-        if recorder.enabled:
-            recorder.arrived(now_ns, header.step, header.bucket, header.index, push.rank, NONE)
-        wait_ns = now_ns - self._first_ns if push.rank in round_.arrived else 0
-        if not round_.complete:
-            return Taken((), wait_ns)
-        answers, nbytes, index = self._finish(push, header.step + 1 in upcoming)
-        if recorder.enabled:
-            record(recorder, push, self._first_ns, nbytes, index)
-        return Taken(answers, wait_ns)
-
-    def missing(self, asking: int | None) -> list[int]:
-        return self.round.missing() if self.round.started else []
-
-    def late(self, ranks: Iterable[int]) -> Late | None:
-        if not self.round.started:
-            return None
-        return next((Late(rank, self.round.step) for rank in ranks if rank not in self.round.arrived), None)
-
-    @abc.abstractmethod
-    def _add(self, push: Push) -> None: ...
-
-    @abc.abstractmethod
-    def _finish(self, push: Push, last: bool) -> tuple[list[Answer], int, int]:
-        """The answers to the round that `push` has completed, its result's size, and the slice's number."""
-
-
-class SumAdmission(RoundAdmission):
-    """A round whose sum goes through `state`."""
-
-    round: SumRound
-
-    def __init__(self, recorder: Recorder, round_: SumRound, state: State) -> None:
-        super().__init__(recorder)
-        self.round, self.nbytes = round_, round_.format.nbytes
-        self._state = state
-        self._targets: dict[int, Target] = {}  # of the ranks whose answer goes to shared memory
-
-    def _add(self, push: Push) -> None:
-        rank, header, payload, target = push
-        part = push.part(self.round.format)
-        owned = target is None and not payload.readonly
-        self.round.add(rank, header.step, part, whole=bool(header.flags & WHOLE), owned=owned)
-        if target is not None:
-            self._targets[rank] = target
-
-    def _finish(self, push: Push, last: bool) -> tuple[list[Answer], int, int]:
-        payload, flags = self._state.finish(self.round, last)
-        header, everyone, targets = push.reply(flags), self.round.view.ranks, self._targets
-        if not targets:
-            return [Answer(everyone, header, payload)], self.nbytes, push.header.index
-        self._targets = {}
-        answers = [Answer((rank,), header, payload, target) for rank, target in targets.items()]
-        answers.append(Answer([rank for rank in everyone if rank not in targets], header, payload))
-        return answers, self.nbytes, push.header.index
-
-
-class GatherAdmission(RoundAdmission):
-    """A round whose payloads are returned one by one."""
-
-    round: GatherRound
-    nbytes = 0
-
-    def __init__(self, recorder: Recorder, round_: GatherRound) -> None:
-        super().__init__(recorder)
-        self.round = round_
-
-    def _add(self, push: Push) -> None:
-        header = push.header
-        self.round.add(push.rank, header.step, header.index, push.payload, bool(header.flags & LAST))
-
-    def _finish(self, push: Push, last: bool) -> tuple[list[Answer], int, int]:
-        result, everyone = self.round.finish(), self.round.view.ranks
-        pieces = cut(len(result), self.round.slice_bytes)
-        answers = []
-        for index, piece in enumerate(pieces):
-            header = push.reply(LAST if index == len(pieces) - 1 else 0)._replace(index=index)
-            answers.append(Answer(everyone, header, result[piece.offset : piece.offset + piece.nbytes]))
-        return answers, len(result), NONE
-
-
-def record(recorder: Recorder, push: Push, begin_ns: int, nbytes: int, index: int) -> None:
-    """Records what `push` has completed: one span, also for all pieces of a gather."""
-    header = push.header
-    recorder.span(
-        "aggregate",
-        begin_ns,
-        recorder.clock(),
-        step=header.step,
-        bucket=header.bucket,
-        slice=index,
-        priority=header.priority,
-        nbytes=nbytes,
-        rank=push.rank,
-    )

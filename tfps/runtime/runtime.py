@@ -282,7 +282,7 @@ class Runtime:
 
             self._exchanged_now += 1
             begin, step = self.spans.now(), self.next_round(bucket)
-            self.exchange.push(bucket, payload, on_reply, numbers=step_scalars)
+            self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
             deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
             while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
                 if tick is not None and tick(self.exchange.info.progress(bucket)):
@@ -445,7 +445,7 @@ class Runtime:
         with self._progress:
             self._under_way += 1
         try:
-            self.exchange.push(bucket, payload, on_reply, numbers=step_scalars)
+            self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
         except TfpsError:
             with self._progress:
                 self._under_way -= 1

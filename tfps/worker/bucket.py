@@ -36,7 +36,7 @@ class Push:
     payload: memoryview | None
     on_reply: OnReply
     whole: bool = False  # of the residual, which is not encoded
-    numbers: bytes = b""
+    step_scalars: bytes = b""
     view: View = field(init=False)  # in force when it began; its round is of that view
     step: int = 0
     started_s: float = 0.0

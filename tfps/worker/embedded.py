@@ -60,7 +60,7 @@ class EmbeddedExchange:
                 self._kept[bucket] = ParameterShard(label, spec.update, 0, spec.nbytes, viewed=viewed)
         return ids
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         view, spec = as_bytes(payload), interface.declared(self._specs, bucket)
         interface.check_payload(spec, view)
         if (end := self._failures.end) is not None:
@@ -68,15 +68,15 @@ class EmbeddedExchange:
         elif spec.kind == "gather":
             on_reply(Reply(parts=[b"" if payload is None else payload]))
         elif spec.update is not None:
-            on_reply(Reply(sum=self._update(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
+            on_reply(Reply(sum=self._update(bucket, bytes(spec.nbytes) if view is None else view, step_scalars)))
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
 
-    def _update(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
+    def _update(self, bucket: int, gradient: Buffer, step_scalars: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
         kept, codec = self._kept[bucket], self._specs[bucket].codec
         kept.take_put()
-        new = kept.update(gradient, StepScalars.unpack(numbers, kept.spec))
+        new = kept.update(gradient, StepScalars.unpack(step_scalars, kept.spec))
         copied = aligned_empty(len(new))
         if codec is None:
             copied[:] = np.frombuffer(new, np.uint8)

@@ -301,8 +301,8 @@ class Worker:
 
     # Pushing
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
-        self._push(bucket, Push(as_bytes(payload), on_reply, numbers=numbers))
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
+        self._push(bucket, Push(as_bytes(payload), on_reply, step_scalars=step_scalars))
 
     def _push(self, bucket: int, push: Push) -> None:
         target = interface.declared(self._buckets, bucket)
@@ -325,10 +325,10 @@ class Worker:
         for owner, item in bucket.frames(number, push, size, self._memory, self._encoding_failed):
             shards[owner].append(item)
         header = Header(Kind.SCALARS, bucket=number, step=push.step, generation=push.view.generation)
-        numbers = push.numbers and encode(header, push.numbers)
+        scalars = push.step_scalars and encode(header, push.step_scalars)
         for queue, items in zip(self._queues, shards, strict=True):
-            if items and numbers:
-                queue.put_urgent(numbers)
+            if items and scalars:
+                queue.put_urgent(scalars)
             if items:
                 queue.put(items)
 

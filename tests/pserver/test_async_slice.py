@@ -16,9 +16,9 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import View
-from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
+from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
 from tfps.pserver.shard import Shard
-from tfps.pserver.slices import Answer, OwnedSlice, Push
+from tfps.pserver.slices import Answer, Push
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import Header, Kind
 
@@ -35,8 +35,7 @@ class Ranks:
         parameters = ParameterShard("slice 0 of bucket 'w'", SGD, 0, 16)
         parameters.put(0, 0, np.ones(4, np.float32).data)
         format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16)
-        admission = AsyncAdmission(Recorder(), format_, parameters, self.scalars, self.bound, 0.0)
-        self.slice = OwnedSlice(Recorder(), admission, parameters)
+        self.slice = AsyncSlice(Recorder(), format_, parameters, self.scalars, self.bound, 0.0)
         self.steps = [0] * workers
         for rank in range(workers):
             self.answered = self.push(rank, ASSIGNED)
@@ -46,7 +45,7 @@ class Ranks:
         step, self.steps[rank] = self.steps[rank], self.steps[rank] + 1
         assert self.scalars.take(rank, step, memoryview(StepScalars(mark, (float(step), 1.0)).pack())) is None
         gradient = memoryview(np.ones(4, np.float32).tobytes())
-        return self.values(self.slice.take(Push(rank, Header(Kind.PUSH, step=step), gradient)).answers)
+        return self.values(self.slice.take(Push(rank, Header(Kind.PUSH, step=step), gradient))[0])
 
     def released(self) -> dict[int, float]:
         return self.values(self.slice.released())
@@ -96,9 +95,9 @@ def test_answers_keep_ranks_within_the_limit_and_hold_nobody_else_back(
 
 def test_an_answer_keeps_its_values_while_others_push() -> None:
     ranks = Ranks(2, None)
-    taken = ranks.slice.take(Push(0, Header(Kind.PUSH, flags=1, step=1), memoryview(b"")))
+    answers, _ = ranks.slice.take(Push(0, Header(Kind.PUSH, flags=1, step=1), memoryview(b"")))
     ranks.push(1)
-    assert Ranks.values(taken.answers) == {0: -1.0}
+    assert Ranks.values(answers) == {0: -1.0}
 
 
 def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
@@ -108,7 +107,7 @@ def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
     assert ranks.slice.missing(0) == [2]
     assert ranks.slice.missing(1) == []
     assert ranks.slice.late([2]) is None  # without it they go on: it may leave
-    ranks.bound.leave(2)
+    ranks.bound.quiesce(2, gone=True)
     assert ranks.released().keys() == {0}
 
 

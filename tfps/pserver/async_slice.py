@@ -1,0 +1,249 @@
+"""Slices of mode "async": each push is applied as it comes, and its rank alone gets the newest parameters.
+
+A rank's first push, and each after its program has assigned values, waits until all ranks have pushed such a one: then
+what rank 0 has put counts, and those pushes are applied in rank order. So no gradient meets parameters that are not
+there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from tfps.errors import MismatchError, ProtocolError, TfpsError
+from tfps.exchange.aggregate import SliceFormat
+from tfps.exchange.codecs import Floats
+from tfps.exchange.parameter_shard import ParameterShard
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.membership.view import View
+from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
+from tfps.trace.recorder import Recorder
+from tfps.wire.frames import WHOLE
+
+
+class Phase(NamedTuple):
+    """What holds from one meeting of all ranks to the next: its number, and the ranks that still step."""
+
+    number: int
+    active: frozenset[int]
+
+
+class StalenessBound:
+    """How many steps a rank may be ahead of the slowest active one; None: any number. Any thread.
+
+    A quiesced rank holds nobody up. Once all are quiesced they are at one place, and a new phase begins.
+    """
+
+    def __init__(self, view: View, staleness: int | None) -> None:
+        self.view, self.staleness = view, staleness
+        self._lock = threading.Lock()  # guards what follows
+        self._gone: set[int] = set()
+        self.phase = Phase(0, frozenset(view.ranks))  # replaced as a whole, so that it is read without the lock
+
+    def quiesce(self, rank: int, *, gone: bool = False) -> None:
+        """`rank` steps no further in this phase or, if it is `gone`, in any."""
+        with self._lock:
+            if gone:
+                self._gone.add(rank)
+            number, active = self.phase.number, self.phase.active - {rank}
+            if not active:
+                number, active = number + 1, frozenset(self.view.ranks) - self._gone
+            self.phase = Phase(number, active)
+
+    def quiesced(self) -> list[int]:
+        """The ranks that are quiesced while others step."""
+        return [rank for rank in self.view.ranks if rank not in self.phase.active | self._gone]
+
+    def slower(self, steps: Mapping[int, int], rank: int) -> list[int]:
+        """The ranks for which `rank` has to wait, given the steps of each rank in this phase."""
+        if self.staleness is None:
+            return []
+        return [other for other in sorted(self.phase.active) if steps[rank] - steps[other] > self.staleness]
+
+
+class RankScalars:
+    """The scalars of each rank's latest step of a bucket; ranks step for themselves. Any thread."""
+
+    def __init__(self, name: str, spec: UpdateSpec, view: View) -> None:
+        self.name, self.spec, self._view = name, spec, view
+        self._lock = threading.Lock()  # guards the next two
+        self._latest: dict[int, tuple[int, StepScalars]] = {}
+        self._marks: dict[int, int] = {}  # of ranks that have assigned values and wait for others to do so
+
+    def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
+        """Takes packed scalars; returns why the job must fail: `rank` has assigned other values than another rank."""
+        scalars = StepScalars.unpack(data, self.spec)
+        with self._lock:
+            if rank in self._latest and step <= self._latest[rank][0]:
+                raise ProtocolError(
+                    f"step scalars of bucket '{self.name}' must come once per step, for one after step "
+                    f"{self._latest[rank][0]} of rank {rank}, got them for step {step}"
+                )
+            self._latest[rank] = step, scalars
+            if not scalars.mark:
+                return None
+            for other, mark in self._marks.items():
+                if mark != scalars.mark:
+                    return MismatchError(
+                        f"the workers do not train the same: ranks {other} and {rank} have assigned different values "
+                        f"to variables of bucket '{self.name}' or their optimizer's; change them on every rank, and "
+                        "alike: between epochs, or after strategy.synchronize()"
+                    )
+            self._marks[rank] = scalars.mark
+            if len(self._marks) == self._view.workers:
+                self._marks = {}
+        return None
+
+    def at(self, rank: int, step: int) -> StepScalars | None:
+        """Those of `rank` for `step`; None if none have come."""
+        with self._lock:
+            latest = self._latest.get(rank)
+            return latest[1] if latest is not None and latest[0] == step else None
+
+
+class _Pushed(NamedTuple):
+    """A push that has not been applied."""
+
+    push: Push
+    gradient: Floats | None
+    scalars: StepScalars | None
+    arrived_ns: int
+
+
+class AsyncSlice(OwnedSlice):
+    """Applies each rank's gradient to `parameters` as it comes. What Put brings counts once all have assigned values.
+
+    Answers are never encoded, as every rank gets other parameters than the rank before. `delay_compensation` is lambda
+    of DC-ASGD (https://arxiv.org/abs/1609.08326): a gradient g of parameters that have become w meanwhile, and were v
+    when the rank got them, counts as g + lambda g g (w - v).
+    """
+
+    parameters: ParameterShard
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        format_: SliceFormat,
+        parameters: ParameterShard,
+        scalars: RankScalars,
+        bound: StalenessBound,
+        delay_compensation: float,
+    ) -> None:
+        super().__init__(recorder, format_.nbytes, parameters)
+        self.bound, self._format, self._scalars, self._delay_compensation = bound, format_, scalars, delay_compensation
+        self._steps = dict.fromkeys(bound.view.ranks, 0)  # pushes of each rank
+        self._done = dict.fromkeys(bound.view.ranks, 0)  # steps of each rank in this phase
+        self._phase = bound.phase.number
+        self._marked: dict[int, _Pushed] = {}  # wait for all ranks' assignments
+        self._held: dict[int, Push] = {}  # applied, but their ranks are too far ahead
+        self._whole: dict[int, _Pushed] = {}  # ranks' residuals, until all have pushed theirs
+        self._seen: dict[int, Floats] = {}  # the parameters that each rank has, if delay is compensated
+
+    def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
+        now_ns = self._recorder.clock()
+        with self.lock:
+            return self._take(push, now_ns), 0
+
+    def _take(self, push: Push, now_ns: int) -> list[Answer]:
+        rank, step, label = push.rank, push.header.step, self._format.label
+        self._align()
+        if step != self._steps[rank]:
+            raise ProtocolError(f"step of {label} must be {self._steps[rank]} for rank {rank}, got {step}")
+        part, scalars = push.part(self._format), self._scalars.at(rank, step)
+        pushed = _Pushed(push, None if part is None else self._format.decoded(part)[0], scalars, now_ns)
+        self._steps[rank] += 1
+        if push.header.flags & WHOLE:
+            self._whole[rank] = pushed
+            return self._collected()
+        self._arrived(push, now_ns)
+        if scalars is None:
+            if part is not None:
+                raise ProtocolError(f"step scalars of {label} must come before a gradient of step {step}")
+            return [self._answer(push)]  # it only reads
+        if not scalars.mark:
+            self._apply(pushed)
+        else:
+            self._marked[rank] = pushed
+            if len(self._marked) == self.bound.view.workers:  # rank 0's values count, then all gradients, in rank order
+                self.parameters.take_put()
+                marked, self._marked = self._marked, {}
+                if self._delay_compensation:
+                    self._seen = dict.fromkeys(marked, self.parameters.parameters.copy())
+                for each in sorted(marked):
+                    self._apply(marked[each])
+        return self._ready()
+
+    def released(self) -> list[Answer]:
+        """Answers for the ranks that may go on after others have quiesced or left."""
+        with self.lock:
+            self._align()
+            return self._ready()
+
+    def missing(self, asking: int | None = None) -> list[int]:
+        with self.lock:
+            everyone = self.bound.view.ranks
+            late = {rank for each in (self._marked, self._whole) if each for rank in everyone if rank not in each}
+            for rank in self._held:
+                if asking in (None, rank):
+                    late.update(self.bound.slower(self._done, rank))
+            return sorted(late)
+
+    def late(self, ranks: Iterable[int]) -> Late | None:
+        """Those who are too far ahead do without a rank that leaves or quiesces; those who assign or collect do not."""
+        with self.lock:
+            for rank in ranks:
+                for waiting in (self._marked, self._whole):
+                    if waiting and rank not in waiting:
+                        return Late(rank, next(iter(waiting.values())).push.header.step)
+            return None
+
+    def _collected(self) -> list[Answer]:
+        """Once all ranks have pushed their residuals, the sum for all of them, added in rank order."""
+        if len(self._whole) < self.bound.view.workers:
+            return []
+        collected, self._whole = self._whole, {}
+        total = np.zeros(self.nbytes // 4, np.float32)
+        for rank in sorted(collected):
+            if (part := collected[rank].gradient) is not None:
+                total += part
+        payload = total.view(np.uint8).data
+        return [Answer((rank,), pushed.push.reply(WHOLE), payload) for rank, pushed in collected.items()]
+
+    def _apply(self, pushed: _Pushed) -> None:
+        push, gradient, scalars, arrived_ns = pushed
+        if gradient is not None and scalars is not None:
+            if push.rank in self._seen:
+                change = self.parameters.parameters - self._seen[push.rank]
+                for factor in (gradient, gradient, np.float32(self._delay_compensation)):
+                    change *= factor
+                gradient = np.add(change, gradient, out=change)
+            self.parameters.update(gradient.data, scalars)
+            self._completed(push, arrived_ns, self.nbytes, push.header.index)
+        self._done[push.rank] += 1
+        self._held[push.rank] = push._replace(payload=memoryview(b""))  # frees the memory
+
+    def _align(self) -> None:
+        """In a new phase nobody is ahead."""
+        number = self.bound.phase.number
+        if self._phase != number:
+            self._phase, self._done = number, dict.fromkeys(self.bound.view.ranks, 0)
+
+    def _ready(self) -> list[Answer]:
+        """Answers for all ranks whose pushes have been applied and who may go on."""
+        ready = [rank for rank in self._held if not self.bound.slower(self._done, rank)]
+        return [self._answer(self._held.pop(rank)) for rank in ready]
+
+    def _answer(self, push: Push) -> Answer:
+        """A copy of the parameters: other ranks' pushes change them while it is on its way."""
+        rank, target, parameters = push.rank, push.target, self.parameters.parameters
+        header = push.reply(0 if self._format.codec is None else WHOLE)
+        if self._delay_compensation:
+            parameters = self._seen[rank] = parameters.copy()
+        if target is not None:
+            np.copyto(target.memory, parameters.view(np.uint8))
+            return Answer((rank,), header, None, target)
+        copied = parameters if self._delay_compensation else parameters.copy()
+        return Answer((rank,), header, copied.view(np.uint8).data)
