@@ -64,7 +64,7 @@ class Asynchronous(Independent):
         self._epochs: weakref.WeakKeyDictionary[Batches, _Epochs] = weakref.WeakKeyDictionary()
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if not self.together:
-            runtime.before_exchange = runtime.declared.before = self._prepare
+            runtime.declared.before = self._prepare
 
     def reductions(self) -> Reductions:
         return Reductions(self._runtime, estimates=not self.together)

@@ -36,6 +36,7 @@ class GateWatch:
         self._wake = threading.Event()  # set at failure and stop
         self._thread = threading.Thread(target=self._run, name="tfps-gates", daemon=True)
         self._thread.start()
+        exchange.add_failure_listener(lambda error: self._wake.set())
 
     def add(self, gates: Sequence[Gate]) -> None:
         """Watches `gates` while they exist."""
@@ -44,10 +45,6 @@ class GateWatch:
     def gates(self) -> list[Gate]:
         """Returns the gates of all variables."""
         return list(self._gates)
-
-    def wake(self) -> None:
-        """Wakes the thread after a failure of the exchange."""
-        self._wake.set()
 
     def stop(self) -> None:
         """Ends the thread."""

@@ -262,7 +262,7 @@ class _Unattended:
         self._end = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._finish, name="tfps-trace", daemon=True)
-        runtime.before_close(self._close)
+        runtime.before_close.append(self._close)
         self._heard(0)
         runtime.spans.on_step = self._heard
         self._thread.start()
