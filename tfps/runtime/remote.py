@@ -1,14 +1,7 @@
 """Variables that pservers update: where their values and slots are, and what goes there with a push.
 
-A variable's current value is with one bucket, whose pservers have updated it last, or only on the workers, after the
-program has assigned it. Workers never hold slots, except an initial value or one that was just assigned. What is not
-where the next push goes is written there right before: gates order this between two updates.
-
-Rank 0 writes. The others tell with their scalars whether their program has assigned the same.
-
-Of buckets with a codec workers get encoded changes, so pservers' own parameters are ahead of what workers have (see
-exchange/parameter_shard.py). That goes along when a variable moves to another bucket, and into checkpoints; what the
-program assigns replaces it.
+Before a push, what its bucket lacks is written there: by rank 0. The others tell with their scalars whether their
+program has assigned the same. docs/design.md ("Update on the server") says more.
 
 Tested in tests/policies/test_remote_bucket.py.
 """
@@ -17,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -40,34 +34,24 @@ _ASSIGNED = 2**32  # in a mark: it is not 0, whatever the checksum
 
 
 class Ahead(NamedTuple):
-    """The pservers' own value of a variable where workers have another.
+    """The pservers' own value of a variable where workers have another."""
 
-    Attributes:
-        exact: flat.
-        worker_view: checksum of the workers' value that belongs to it.
-    """
-
-    exact: NDArray[np.float32]
-    worker_view: int
+    exact: NDArray[np.float32]  # flat
+    worker_view: int  # checksum of the workers' value that belongs to it
 
 
 class RemoteParameter:
-    """Where the current value of a variable is.
-
-    Attributes:
-        holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
-        begin: its first byte there.
-        synchronized: whether all ranks have had its newest value since the last push; for mode "async".
-        ahead: whether the pservers there may have another value than the workers.
-        restored: from a checkpoint, for the next push.
-    """
+    """Where the current value of a variable is."""
 
     __slots__ = ("ahead", "begin", "holder", "restored", "synchronized")
 
     def __init__(self) -> None:
+        # The bucket whose pservers have it; None: only the workers do, as after an assignment.
         self.holder: int | None = None
-        self.begin, self.ahead, self.synchronized = 0, False, False
-        self.restored: Ahead | None = None
+        self.begin = 0  # its first byte there
+        self.ahead = False  # whether the pservers there may have another value than the workers
+        self.synchronized = False  # whether all ranks have had its newest value since the last push; for mode "async"
+        self.restored: Ahead | None = None  # from a checkpoint, for the next push
 
     def exact(self, exchange: Exchange, worker_view: Array) -> Array | None:
         """The pservers' own value, flat uint8, if workers may have another one: `worker_view`, the same way."""
@@ -95,11 +79,6 @@ class _Home(NamedTuple):
 class RemoteSlot:
     """A slot of one variable that lives on pservers. Reading and assigning wait for updates under way.
 
-    Attributes:
-        home: where it is; None: nowhere yet.
-        pending: what was assigned and has not been written yet.
-        compared: whether ranks compare what is written; not at first, nor what all of them take from rank 0.
-
     Args:
         name: for messages.
         wait: returns when the variable is current.
@@ -110,23 +89,16 @@ class RemoteSlot:
         self, name: str, exchange: Exchange, wait: Callable[[], object], shape: Sequence[int], initial: float
     ) -> None:
         self.name, self.shape, self.initial = name, tuple(shape), initial
-        self.home: _Home | None = None
-        self.pending: NDArray[np.float32] | None = None
+        self.home: _Home | None = None  # where it is; None: nowhere yet
+        self.pending: NDArray[np.float32] | None = None  # was assigned and has not been written yet
+        # Whether ranks compare what is written; not at first, nor what all of them take from rank 0.
         self.compared = False
         self._exchange, self._wait = exchange, wait
-
-    @property
-    def nbytes(self) -> int:
-        return 4 * int(np.prod(self.shape, dtype=np.int64))
 
     def read(self) -> NDArray[np.float32]:
         """The current value, collected from the pservers; other ranks need not take part."""
         self._wait()
-        if self.pending is not None:
-            return self.pending.copy()
-        if self.home is None:
-            return np.full(self.shape, self.initial, np.float32)
-        return self.collect().view(np.float32).reshape(self.shape)
+        return self.collect().view(np.float32).reshape(self.shape) if self.pending is None else self.pending.copy()
 
     def assign(self, value: Array) -> None:
         """Takes a value, which goes to the pservers with the next push; every rank must assign the same."""
@@ -149,19 +121,16 @@ class RemoteSlot:
 
     def collect(self) -> Array:
         """What the pservers have, flat uint8."""
+        items = math.prod(self.shape)
         if self.home is None:
-            return np.full(self.nbytes // 4, self.initial, np.float32).view(np.uint8)
-        return self._exchange.state.read(self.home.bucket, self.home.number, self.home.begin, self.nbytes)
+            return np.full(items, self.initial, np.float32).view(np.uint8)
+        return self._exchange.state.read(self.home.bucket, self.home.number, self.home.begin, 4 * items)
 
 
 class RemoteRule(abc.ABC):
-    """How pservers update the variables of one optimizer. An `update` of a variable with it must be deferred.
+    """How pservers update the variables of one optimizer. An `update` of a variable with it must be deferred."""
 
-    Attributes:
-        number: differs from those of all other rules of this process.
-    """
-
-    number: int
+    number: int  # differs from those of all other rules of this process
 
     @abc.abstractmethod
     def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
@@ -177,21 +146,15 @@ class RemoteRule(abc.ABC):
 
 @dataclass(eq=False)
 class RemotePiece:
-    """One variable in a bucket.
-
-    Args:
-        component: the first local replica's.
-        begin: its first byte in the bucket.
-    """
+    """One variable in a bucket."""
 
     parameter: RemoteParameter
-    component: Variable
+    component: Variable  # the first local replica's
     slots: Sequence[RemoteSlot]
-    begin: int
+    begin: int  # its first byte in the bucket
 
 
 def pieces_of(variables: Sequence[Variable], rule: RemoteRule) -> list[RemotePiece]:
-    """The pieces of a bucket with these variables."""
     pieces, begin = [], 0
     for variable in variables:
         pieces.append(RemotePiece(variable.remote, variable._values[0], rule.slots(variable), begin))
@@ -221,8 +184,7 @@ def bring(
 ) -> bytes:
     """Writes what is not with `bucket` yet, right before a push of it; returns the push's scalars.
 
-    Args:
-        ahead: whether the bucket has a codec, so that its pservers may be ahead of the workers.
+    `ahead`: whether the bucket has a codec, so that its pservers may be ahead of the workers.
     """
     first, mark = exchange.rank == 0, 0
     writes: list[tuple[int, int, Array]] = []
@@ -267,18 +229,15 @@ def _marked(mark: int, index: int, number: int, values: Array) -> int:
 
 def _write(exchange: Exchange, bucket: int, writes: list[tuple[int, int, Array]]) -> None:
     """Writes parts of arrays, (number, begin, values); neighbors together."""
-    together: list[Array] = []
-    number = begin = end = 0
-    for each, start, values in sorted(writes, key=lambda write: write[:2]):
-        if together and (each, start) != (number, end):
-            exchange.state.write(bucket, number, begin, np.concatenate(together))
-            together = []
-        if not together:
-            number, begin = each, start
-        together.append(values)
-        end = start + len(values)
-    if together:
-        exchange.state.write(bucket, number, begin, together[0] if len(together) == 1 else np.concatenate(together))
+    runs: list[tuple[int, int, list[Array]]] = []
+    end = -1, -1
+    for number, begin, values in sorted(writes, key=lambda write: write[:2]):
+        if (number, begin) != end:
+            runs.append((number, begin, []))
+        runs[-1][2].append(values)
+        end = number, begin + len(values)
+    for number, begin, parts in runs:
+        exchange.state.write(bucket, number, begin, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 class RemoteUpdate(DeferredUpdate):

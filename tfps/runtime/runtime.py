@@ -350,14 +350,16 @@ class Runtime:
             payload = pack_sparse(memoryview(indices), payload)
         elif transfer.spec.nbytes and not data.shape[0]:  # a replica without rows contributes nothing
             payload = data = None
-        if isinstance(transfer, DeferredUpdate) and self._rounds.skipped(number, transfer):
+        update = transfer if isinstance(transfer, DeferredUpdate) else None
+        if update is not None and self._rounds.skipped(number, update):
             raise stopped_step(self.exchange.rank, transfer.spec.name)
         done = self.spans.done.get(transfer.bucket)
         step = self.push(transfer, payload, graph_run, data)
-        if self.recorder.enabled:
-            self.spans.sent(transfer, step, number, _size(payload), done)
-        if isinstance(transfer, DeferredUpdate) and transfer.whole:
-            self.spans.count()
+        if update is not None:
+            if self.recorder.enabled:
+                self.spans.sent(update, step, number, _size(payload), done)
+            if update.whole:
+                self.spans.count()
 
     def push(
         self, transfer: Transfer, payload: Payload | None, graph_run: int | tf.Tensor = 0, data: tf.Tensor | None = None

@@ -1,7 +1,6 @@
 """Notices steps that an error stopped halfway, so that nothing waits at a gate that will never open.
 
-TensorFlow stops a step at its first error: a reader may then hold a token, or a send may have closed its gates without
-sending.
+docs/design.md ("Steps that TensorFlow stops") says how that happens.
 
 Tested in tests/strategy/test_stopped_steps.py and tests/runtime/test_transfers.py.
 """
@@ -24,9 +23,7 @@ _LOST_AFTER = 30  # checks without any message after which a closed gate is lost
 class GateWatch:
     """Puts an error into gates that stay closed with nothing in flight, and into all closed gates after a failure.
 
-    Args:
-        exchange: fails when a gate is lost.
-        activity: returns the number of messages in flight and in total. Called by the thread "tfps-gates".
+    `activity` returns the number of messages in flight and in total.
     """
 
     def __init__(self, exchange: Exchange, activity: Callable[[], tuple[int, int]]) -> None:
@@ -39,15 +36,12 @@ class GateWatch:
         exchange.add_failure_listener(lambda error: self._wake.set())
 
     def add(self, gates: Sequence[Gate]) -> None:
-        """Watches `gates` while they exist."""
         self._gates.update(gates)
 
     def gates(self) -> list[Gate]:
-        """Returns the gates of all variables."""
         return list(self._gates)
 
     def stop(self) -> None:
-        """Ends the thread."""
         self._stopped = True
         self._wake.set()
         self._thread.join()
@@ -96,7 +90,7 @@ class Rounds:
             if any(each.bucket == transfer.bucket for each in missing):
                 return True
         if graph_run not in self._missing:
-            self._missing[graph_run] = set(transfer.group.transfers)
+            self._missing[graph_run] = set(transfer.group)
         missing = self._missing[graph_run]
         missing.discard(transfer)
         if not missing:

@@ -22,15 +22,10 @@ _NO_BYTES = np.empty(0, np.uint8)
 class Transfer:
     """Handles the messages of one send in one graph, one round at a time.
 
-    `exchanges`: whether its messages lead to an exchange.
-
-    Args:
-        bucket: its id in the exchange.
-        spec: of the bucket.
-        messages: messages per round, one per local replica; one of them carries the data.
+    `messages`: per round, one for each local replica; one of them carries the data.
     """
 
-    exchanges = True
+    exchanges = True  # whether its messages lead to an exchange
     step_scalars = b""  # of the round that is being pushed, for a bucket with an update; pump thread only
 
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
@@ -65,11 +60,10 @@ class Transfer:
 
     def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         """Uses the reduced bytes (flat uint8). Called by the update executor."""
-        raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
+        raise NotImplementedError
 
     def fail(self, error: TfpsError) -> None:
-        """Passes `error` to everything that waits for this round. Called by the update executor."""
-        raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
+        """Passes `error` to whatever waits for this round, if anything does. Called by the update executor."""
 
 
 class Comparison(Protocol):
@@ -82,11 +76,8 @@ class Comparison(Protocol):
         """Takes the digests that an update returned, one per local replica."""
 
 
-class Group:
+class Group(weakref.WeakSet["DeferredUpdate"]):
     """Transfers that one graph sends together, with the same number of its run."""
-
-    def __init__(self) -> None:
-        self.transfers: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
 
 
 class DeferredUpdate(Transfer):
@@ -95,7 +86,7 @@ class DeferredUpdate(Transfer):
     def __init__(self, bucket: int, spec: BucketSpec, messages: int, group: Group) -> None:
         super().__init__(bucket, spec, messages)
         self.group = group
-        group.transfers.add(self)
+        group.add(self)
         self.kept: tuple[str, ...] = ()  # names of values that the update reads as of the send
         self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
         self.whole = False  # whether its messages include the times of the forward pass
