@@ -68,22 +68,12 @@ def wire_dtype(dtype: tf.DType) -> tf.DType:
 
 def to_bytes(tensor: tf.Tensor) -> tf.Tensor:
     """Returns `tensor` in its wire dtype as flat uint8 of shape [bytes]; no copy if the dtype is kept."""
-    flat = tf.reshape(tf.cast(tensor, wire_dtype(tensor.dtype)), [-1])
-    if flat.dtype == tf.uint8:
-        return flat
-    if flat.dtype.size == 1:
-        return tf.bitcast(flat, tf.uint8)
-    return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+    return to_raw(tf.cast(tensor, wire_dtype(tensor.dtype)))
 
 
 def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Returns `data`, flat uint8, as a flat tensor of the wire dtype of `dtype`; no copy."""
-    wire = wire_dtype(dtype)
-    if wire == tf.uint8:
-        return data
-    if wire.size == 1:
-        return tf.bitcast(data, wire)
-    return tf.bitcast(tf.reshape(data, [-1, wire.size]), wire)
+    return from_raw(data, wire_dtype(dtype))
 
 
 def to_raw(tensor: tf.Tensor) -> tf.Tensor:
@@ -114,9 +104,8 @@ def tensor_of(array: Array) -> tf.Tensor:
 class Gate:
     """Makes readers of one variable, or of several that are updated together, wait (on one device).
 
-    A queue that holds one token while the values are current.
-
-    The token is "" or, after a failure, the error's text, which every reader then raises.
+    A queue that holds one token while the values are current: "" or, after a failure, the error's text, which every
+    reader then raises.
     """
 
     def __init__(self, name: str) -> None:
@@ -125,7 +114,7 @@ class Gate:
             # Room for more than one token: an error may be added although a token thought lost comes back.
             self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
             self.open()
-        self._saved: SavedGate | None = None
+        self.handle = self._queue.queue_ref  # for graph ops
         # Graphs that pass it outside of replica functions: a program may save them.
         self.passed_outside: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
@@ -139,17 +128,10 @@ class Gate:
         with tf.init_scope(), tf.device(HOST):
             return int(self._queue.size()) == 0
 
-    @property
-    def handle(self) -> tf.Tensor:
-        """The queue, for graph ops."""
-        return self._queue.queue_ref
-
-    @property
+    @functools.cached_property
     def saved(self) -> SavedGate:
         """What stands for it in a SavedModel."""
-        if self._saved is None:
-            self._saved = SavedGate(self.handle)
-        return self._saved
+        return SavedGate(self.handle)
 
     def open(self, error: str = "") -> None:
         """Puts the token back, or an error in its place; called eagerly by the runtime's threads."""
@@ -185,16 +167,34 @@ class SavedGate(tf.saved_model.experimental.TrackableResource):
         tf.raw_ops.QueueEnqueueV2(handle=self.resource_handle, components=[tf.constant("")])
 
 
+def _call(
+    function: tf_private.ConcreteFunction,
+    arguments: Sequence[Value],
+    after: Sequence[tf.Tensor] = (),
+    read_only: Sequence[int] = (),
+) -> tf.Tensor:
+    """Calls `function` on the host, once all of `after` is ready; the arguments `read_only` order nothing."""
+    with tf.device(HOST), tf.control_dependencies(after):
+        called = function(*arguments)
+        if not tf.executing_eagerly():
+            tf_private.set_read_only_inputs(called, read_only)
+    return called
+
+
+def _true_after(*operations: tf.Operation) -> tf.Tensor:
+    with tf.control_dependencies(operations):
+        return tf.constant(True)
+
+
 @functools.cache
 def _pass_function(variables: int) -> tf_private.ConcreteFunction:
-    @tf.function(autograph=False, input_signature=[_RESOURCE] * (1 + variables))
+    @traced_once(*[_RESOURCE] * (1 + variables))
     def tfps_pass_gate(gate: tf.Tensor, *resources: tf.Tensor) -> tf.Tensor:
         token = tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])
         back = tf.raw_ops.QueueEnqueueV2(handle=gate, components=token)
-        with tf.control_dependencies([back, tf.debugging.Assert(tf.equal(token[0], ""), token)]):
-            return tf.constant(True)
+        return _true_after(back, tf.debugging.Assert(tf.equal(token[0], ""), token))
 
-    return tfps_pass_gate.get_concrete_function()
+    return tfps_pass_gate()
 
 
 def pass_gate(gate: Gate, variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Operation:
@@ -205,10 +205,7 @@ def pass_gate(gate: Gate, variables: Sequence[tf.Tensor], after: Sequence[tf.Ten
     `after`: the step's input. A step that ends before it has its input (as at the end of the data) must not be stopped
     while it holds a token.
     """
-    with tf.device(HOST), tf.control_dependencies(after):
-        passed = _pass_function(len(variables))(gate.handle, *variables)
-        tf_private.set_read_only_inputs(passed, [])
-    return passed.op
+    return _call(_pass_function(len(variables)), [gate.handle, *variables], after).op
 
 
 def write_after(variable: Variable, after: Sequence[tf.Tensor]) -> None:
@@ -224,30 +221,12 @@ def write_after(variable: Variable, after: Sequence[tf.Tensor]) -> None:
 
 @functools.cache
 def _close_function(gates: int, variables: int) -> tf_private.ConcreteFunction:
-    @tf.function(autograph=False, input_signature=[_RESOURCE] * (gates + variables))
+    @traced_once(*[_RESOURCE] * (gates + variables))
     def tfps_close_gates(*resources: tf.Tensor) -> tf.Tensor:
-        taken = [
-            tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])[0].op for gate in resources[:gates]
-        ]
-        with tf.control_dependencies(taken):
-            return tf.constant(True)
+        dequeue = functools.partial(tf.raw_ops.QueueDequeueV2, component_types=[tf.string])
+        return _true_after(*(dequeue(handle=gate)[0].op for gate in resources[:gates]))
 
-    return tfps_close_gates.get_concrete_function()
-
-
-@traced_once(_RESOURCE)
-def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
-    closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
-    with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(closed), [CLOSED])]):
-        return tf.constant(True)
-
-
-def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Raises in the graph once the runtime behind `queue` is closed: a gate closed after that would never open."""
-    with tf.device(HOST), tf.control_dependencies(after):
-        checked = tfps_check_open()(queue)
-        tf_private.set_read_only_inputs(checked, [0])
-    return checked
+    return tfps_close_gates()
 
 
 def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -255,10 +234,19 @@ def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Se
 
     `after`: the gradients. What follows them can hardly fail, so a failing step does not leave gates closed.
     """
-    with tf.device(HOST), tf.control_dependencies(after):
-        closed = _close_function(len(gates), len(variables))(*(gate.handle for gate in gates), *variables)
-        tf_private.set_read_only_inputs(closed, [])
-    return closed
+    handles = [gate.handle for gate in gates]
+    return _call(_close_function(len(gates), len(variables)), [*handles, *variables], after)
+
+
+@traced_once(_RESOURCE)
+def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
+    closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
+    return _true_after(tf.debugging.Assert(tf.logical_not(closed), [CLOSED]))
+
+
+def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Raises in the graph once the runtime behind `queue` is closed: a gate closed after that would never open."""
+    return _call(tfps_check_open(), [queue], after, [0])
 
 
 def open_gate(gate: Gate) -> tf.Operation:
@@ -302,9 +290,8 @@ def tfps_send(
 ) -> tf.Tensor:
     with tf.control_dependencies([data, indices]):
         times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
-    sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, queue])
-    with tf.control_dependencies([sent]):
-        return tf.constant(True)
+    message = [transfer, graph_run, data, indices, times, queue]
+    return _true_after(tf.raw_ops.QueueEnqueueV2(handle=queue, components=message))
 
 
 def send(
@@ -323,9 +310,8 @@ def send(
         if indices is None:
             indices = tf.constant([], tf.uint8)
         noted = tf.stack([tf.cast(each, tf.float64) for each in times]) if times else tf.constant([], tf.float64)
-        sent = tfps_send()(queue, tf.constant(transfer, tf.int64), graph_run, data, indices, noted)
-        tf_private.set_read_only_inputs(sent, [0])
-    return sent.op
+        message = [tf.constant(transfer, tf.int64), graph_run, data, indices, noted]
+        return _call(tfps_send(), [queue, *message], read_only=[0]).op
 
 
 @traced_once(_RESOURCE, _NUMBER, _BYTES, _BYTES)
@@ -423,11 +409,6 @@ def before(op: tf.Operation) -> list[tf.Operation]:
     return [*(each.op for each in op.inputs), *op.control_inputs]
 
 
-def is_gate_op(op: tf.Operation) -> bool:
-    """Whether `op` passes or closes a gate."""
-    return called(op) in (PASS, CLOSE)
-
-
 def is_backward(op: tf.Operation) -> bool:
     """Whether `op` belongs to a backward pass: of tf.GradientTape or tf.gradients."""
     return _BACKWARD.search(op.name) is not None
@@ -449,15 +430,12 @@ def exchange_functions() -> list[str]:
 @traced_once(_RESOURCE, _RESOURCE, _NUMBER, _NUMBER)
 def tfps_request(queue: tf.Tensor, order: tf.Tensor, transfer: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
     nothing, times = tf.constant([], tf.uint8), tf.constant([], tf.float64)
-    asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times, queue])
-    with tf.control_dependencies([asked]):
-        return tf.constant(True)
+    message = [transfer, number, nothing, nothing, times, queue]
+    return _true_after(tf.raw_ops.QueueEnqueueV2(handle=queue, components=message))
 
 
 def request(queue: tf.Tensor, order: tf.Tensor, transfer: int, number: tf.Tensor) -> tf.Tensor:
     """Asks the host for a batch. The resource `order` keeps the requests of one graph in order."""
     with tf.device(HOST):
-        asked = tfps_request()(queue, order, tf.constant(transfer, tf.int64), number)
-        if not tf.executing_eagerly():
-            tf_private.set_read_only_inputs(asked, [0])
-    return asked
+        identity = tf.constant(transfer, tf.int64)
+    return _call(tfps_request(), [queue, order, identity, number], read_only=[0])

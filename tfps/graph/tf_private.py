@@ -20,7 +20,7 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from packaging.version import Version
@@ -324,7 +324,7 @@ def has_function(graph: tf.Graph, name: str) -> bool:
 autograph_config.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfps"), *autograph_config.CONVERSION_RULES)
 
 
-def set_read_only_inputs(call: tf.Tensor, indices: list[int]) -> None:
+def set_read_only_inputs(call: tf.Tensor, indices: Sequence[int]) -> None:
     """Tells automatic control dependencies which resource inputs of the call op of `call` are read-only.
 
     This avoids two traps. A gate's call takes the variable's handle without using it, so TensorFlow infers "read only"

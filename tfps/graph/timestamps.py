@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfps.graph.ops import HOST, call_stateless, is_backward, is_gate_op, traced_once
+from tfps.graph.ops import CLOSE, HOST, PASS, call_stateless, called, is_backward, traced_once
 from tfps.graph.tf_private import branch_free
 from tfps.types import Value
 
@@ -182,7 +182,7 @@ class Landmarks:
         def uses(tensor: tf.Tensor) -> None:
             for op in tensor.consumers():
                 number = order.get(op.name)
-                if number is not None and op.name not in names and not is_gate_op(op):
+                if number is not None and op.name not in names and called(op) not in (PASS, CLOSE):
                     names.add(op.name)
                     heapq.heappush(heap, (number, op))
 
