@@ -34,11 +34,7 @@ needed: dict[type | ModuleType, set[str]] = {}  # owner (module or class) -> nam
 
 
 def needs(owner: type | ModuleType, *names: str) -> None:
-    """Checks that `owner` has `names`, and remembers them in `needed`.
-
-    Args:
-        owner: a module, or a class.
-        names: for a class, also attributes that its methods assign: instances have them.
+    """Checks that `owner` has `names`, and remembers them in `needed`; instances have what methods assign.
 
     Raises:
         ImportError: it lacks one.
@@ -50,7 +46,6 @@ def needs(owner: type | ModuleType, *names: str) -> None:
 
 
 def _assigns(owner: type, name: str) -> bool:
-    """Whether a method of `owner` or of its bases assigns the attribute `name`."""
     methods = (member for each in owner.__mro__ for member in vars(each).values() if inspect.isfunction(member))
     return any(
         instruction.opname == "STORE_ATTR" and instruction.argval == name
@@ -62,13 +57,6 @@ def _assigns(owner: type, name: str) -> bool:
 
 def _minor(version: str) -> tuple[int, ...]:
     return Version(version).release[:2]
-
-
-def _installed_keras() -> str | None:
-    try:
-        return importlib.metadata.version("keras")
-    except importlib.metadata.PackageNotFoundError:
-        return None  # custom training loops need none
 
 
 def check_versions(tensorflow: str, keras: str | None, environment: Mapping[str, str]) -> None:
@@ -104,11 +92,15 @@ try:
 except ImportError as error:
     raise ImportError(f"tfps.Strategy needs {SUPPORTED}: pip install 'tfps[tensorflow]' (or 'tfps[cpu]')") from error
 
-check_versions(tf.__version__, _installed_keras(), os.environ)
+try:
+    _keras: str | None = importlib.metadata.version("keras")
+except importlib.metadata.PackageNotFoundError:
+    _keras = None  # custom training loops need none
+check_versions(tf.__version__, _keras, os.environ)
 
 # Before 3.10, Keras does not mark metric variables as combined on read. Mirrored ones would be summed over replicas at
 # each `total.assign(total + value)`, including what had been summed before.
-METRICS_ARE_MIRRORED = _minor(_installed_keras() or "3.10") < (3, 10)
+METRICS_ARE_MIRRORED = _minor(_keras or "3.10") < (3, 10)
 
 try:
     from tensorflow.core.framework import attr_value_pb2  # marks read-only resource inputs of a call
@@ -147,37 +139,21 @@ try:
 
     # What Extended overrides: if one of these is gone, TensorFlow never calls the override. The first one decides
     # whether a strategy uses merge_call.
-    needs(
-        mirrored_strategy.MirroredExtended,
-        "_use_merge_call",
-        "_num_replicas_in_sync",
-        "_get_replica_id_in_sync_group",
-        "_get_local_replica_id",
-        "_create_variable",
-        "_call_for_each_replica",
-        "_replica_ctx_all_reduce",
-        "_replica_ctx_update",
-        "_update",
-        "_reduce_to",
-        "_batch_reduce_to",
-        "_gather_to_implementation",
-        "_local_results",
-        "_experimental_distribute_dataset",
-        "_distribute_datasets_from_function",
-        "_experimental_distribute_values_from_function",
-        "experimental_between_graph",
-        "should_checkpoint",
-        "should_save_summary",
-    )
+    _extended = mirrored_strategy.MirroredExtended
+    needs(_extended, "_use_merge_call", "_num_replicas_in_sync", "_get_replica_id_in_sync_group")
+    needs(_extended, "_get_local_replica_id", "_create_variable", "_call_for_each_replica", "_replica_ctx_all_reduce")
+    needs(_extended, "_replica_ctx_update", "_update", "_reduce_to", "_batch_reduce_to", "_gather_to_implementation")
+    needs(_extended, "_local_results", "_experimental_distribute_dataset", "_distribute_datasets_from_function")
+    needs(_extended, "_experimental_distribute_values_from_function", "experimental_between_graph")
+    needs(_extended, "should_checkpoint", "should_save_summary")
     # What it uses of its base class.
-    needs(mirrored_strategy.MirroredExtended, "_container_strategy", "_devices", "_broadcast_to")
-    needs(mirrored_strategy.MirroredExtended, "_get_variable_creator_initial_value")  # replicas start with the first's
-    needs(mirrored_strategy.MirroredExtended, "_input_workers_with_options", "_input_workers_devices")
+    needs(_extended, "_container_strategy", "_devices", "_broadcast_to")
+    needs(_extended, "_get_variable_creator_initial_value")  # replicas start with the first's
+    needs(_extended, "_input_workers_with_options", "_input_workers_devices")
     needs(mirrored_strategy.MirroredStrategy, "_collective_key_base")  # which MirroredExtended reads from its strategy
 
     # Replicas.
-    needs(distribute_lib.ReplicaContext, "_replica_id", "_update")
-    needs(distribute_lib.ReplicaContext, "all_reduce", "all_gather")  # wrapped (updates/reductions.py)
+    needs(distribute_lib.ReplicaContext, "_replica_id", "_update", "all_reduce", "all_gather")
     needs(distribute_lib, "get_replica_context", "in_cross_replica_context", "get_update_replica_id")
     needs(distribute_lib, "enter_or_assert_strategy")
     needs(values_util, "get_current_replica_id_as_int", "in_replica_update_context", "is_saving_non_distributed")
@@ -186,24 +162,21 @@ try:
     needs(mirrored_run._MirroredReplicaThread, "coord")  # see stopped; else Ctrl-C would not reach replica functions
 
     # Variables: what is overridden, then what is used.
+    _mirrored, _distributed = values.MirroredVariable, values.DistributedVariable
     needs(distribute_utils, "create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup")
     needs(distribute_utils, "is_mirrored")
-    needs(values.MirroredVariable, "_get", "_get_cross_replica", "_get_replica")
-    needs(values.MirroredVariable, "_update_replica", "_update_cross_replica")
-    needs(values.MirroredVariable, "handle", "value", "read_value", "values", "_dense_var_to_tensor")
-    needs(values.MirroredVariable, "_export_to_saved_model_graph", "_gather_saveables_for_checkpoint")
-    needs(values.MirroredVariable, "_trackable_children")
+    needs(_mirrored, "_get", "_get_cross_replica", "_get_replica", "_update_replica", "_update_cross_replica")
+    needs(_mirrored, "handle", "value", "read_value", "values", "_dense_var_to_tensor", "_trackable_children")
+    needs(_mirrored, "_export_to_saved_model_graph", "_gather_saveables_for_checkpoint")
     # What a SavedModel has of a gate.
     needs(tf.saved_model.experimental.TrackableResource, "_create_resource", "_initialize", "resource_handle")
-    needs(values, "_MirroredSaveable")
+    needs(values, "_MirroredSaveable", "_SyncOnReadSaveable", "DistributedValues", "Mirrored", "PerReplicaSpec")
     needs(values._MirroredSaveable, "restore", "_mirrored_variable")
     needs(values.SyncOnReadVariable, "_get_cross_replica", "_update_replica", "_gather_saveables_for_checkpoint")
-    needs(values, "_SyncOnReadSaveable")
     needs(values._SyncOnReadSaveable, "restore", "_sync_on_read_variable")
-    needs(values.DistributedVariable, "_values", "_primary", "_get_on_device_or_primary", "_devices", "_aggregation")
-    needs(values.DistributedVariable, "_distribute_strategy", "_common_name", "_unique_id")
-    needs(values.DistributedVariable, "_distributed_container")  # which it gives to its components
-    needs(values, "DistributedValues", "Mirrored", "PerReplicaSpec")
+    needs(_distributed, "_values", "_primary", "_get_on_device_or_primary", "_devices", "_aggregation")
+    needs(_distributed, "_distribute_strategy", "_common_name", "_unique_id")
+    needs(_distributed, "_distributed_container")  # which it gives to its components
 
     # Datasets and iterators: what is overridden, then what is used.
     for _dataset in (input_lib.DistributedDataset, input_lib.DistributedDatasetsFromFunction):
@@ -269,11 +242,7 @@ def flat_call(function: ConcreteFunction) -> Callable[..., Structure]:
     devices.
     """
     captured = function.captured_inputs
-
-    def call(*arguments: tf.Tensor) -> Structure:
-        return function._call_flat(list(arguments), captured)
-
-    return call
+    return lambda *arguments: function._call_flat(list(arguments), captured)
 
 
 def _translate_errors(original: Callable[..., Structure]) -> Callable[..., Structure]:
