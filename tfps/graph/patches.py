@@ -16,7 +16,7 @@ from types import ModuleType
 
 import tensorflow as tf
 
-from tfps.types import Callback, Function, Model
+from tfps.types import Function, Model, Value
 
 
 class BaseStrategy(tf.distribute.Strategy):
@@ -25,21 +25,13 @@ class BaseStrategy(tf.distribute.Strategy):
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute that is replaced.
-
-    Args:
-        owner: a class or module.
-        name: of its attribute.
-        wrap: makes the replacement from the original.
-        why: what for, for docs/keras_patches.md.
-        test: a file with tests of what it does.
-    """
+    """One attribute that is replaced."""
 
     owner: type | ModuleType
-    name: str
-    wrap: Callable[[Function], Function]
-    why: str
-    test: str
+    name: str  # of the attribute
+    wrap: Callable[[Function], Function]  # makes the replacement from the original
+    why: str  # what for, for docs/keras_patches.md
+    test: str  # a file with tests of what it does
 
     @property
     def place(self) -> str:
@@ -49,7 +41,6 @@ class Patch:
 
 
 def install(patches: Iterable[Patch]) -> None:
-    """Replaces the attributes."""
     for patch in patches:
         original = getattr(patch.owner, patch.name)
         setattr(patch.owner, patch.name, functools.wraps(original)(patch.wrap(original)))
@@ -86,13 +77,13 @@ def scope_outside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContex
     return scope
 
 
-def for_models(hook: Function) -> Callable[[Function], Function]:
+def for_models(hook: Function, model_of: Function = lambda model: model) -> Callable[[Function], Function]:
     """Lets `hook(original, strategy, model, ...)` take the place of a method of models that have a strategy of tfps."""
 
     @functools.wraps(hook)
     def wrap(original: Function) -> Function:
-        def method(self: Model, *arguments: object, **options: object) -> object:
-            if (strategy := strategy_of(self)) is None:
+        def method(self: Value, *arguments: object, **options: object) -> object:
+            if (strategy := strategy_of(model_of(self))) is None:
                 return original(self, *arguments, **options)
             return hook(original, strategy, self, *arguments, **options)
 
@@ -103,14 +94,4 @@ def for_models(hook: Function) -> Callable[[Function], Function]:
 
 def for_callbacks(hook: Function) -> Callable[[Function], Function]:
     """Lets `hook(original, strategy, callback, ...)` take the place of a method of callbacks of such models."""
-
-    @functools.wraps(hook)
-    def wrap(original: Function) -> Function:
-        def method(self: Callback, *arguments: object, **options: object) -> object:
-            if (strategy := strategy_of(self.model)) is None:
-                return original(self, *arguments, **options)
-            return hook(original, strategy, self, *arguments, **options)
-
-        return method
-
-    return wrap
+    return for_models(hook, model_of=lambda callback: callback.model)

@@ -1,15 +1,9 @@
 """Counts the rows of a step's batch that each replica has, and weights its part of a mean over the whole batch.
 
 A loss is a mean over rows. If a batch does not divide evenly, the mean of the replicas' means is not the mean over the
-batch: a replica with k of n rows counts k / n. A replica without rows counts nothing, whatever it computes of the row
-that fills their place (rows.py).
+batch: a replica with k of n rows counts k / n. docs/design.md, "Who weights what", says what is weighted where.
 
-Two kinds of programs are weighted in two places (docs/design.md, "Who weights what"). In steps of Keras' `fit`,
-`evaluate` and so on, which are written as for one process, gradients are, where they are exchanged. In replica
-functions of `strategy.run`, which are written for tf.distribute and whose gradients are summed, Keras' losses are.
-
-Graphs that take batches themselves know the size of the whole batch from the ranks' announcements (lockstep.py). If a
-program passes batches in another way, replicas sum their rows while the forward pass runs.
+Tested in tests/graph/test_shares.py.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
@@ -40,6 +35,9 @@ from tfps.graph.tf_private import (
 from tfps.types import Batches, Function, Structure, Value
 
 logger = logging.getLogger("tfps")
+# A step that Keras runs on replicas: of `fit` or `train_on_batch`, or of evaluation and prediction.
+KerasStep = Literal["training", "evaluation"]
+_NESTED = "_tfps_nested_share"  # of a graph
 
 
 def _warn_of_empty_first(structure: Structure) -> None:
@@ -54,14 +52,13 @@ def _warn_of_empty_first(structure: Structure) -> None:
 
 
 class LastBatch:
-    """Rows of the last batch that one strategy's graphs took, and of the last ones given to replica functions.
+    """Rows of the last batch that one strategy's graphs took, and of the last ones given to its local `replicas`.
 
     Kept in variables, not tensors: Keras nests functions, and what one captures of another's graph is lost when a
     third calls it.
     """
 
     def __init__(self, replicas: int) -> None:
-        """`replicas`: number on this worker."""
         self.replicas, self.fillers = replicas, Fillers()
         self.fixed: set[str] = set()  # names of what steps of Keras return and that is not for each row
         self._name = f"_tfps_taken_{id(self)}"
@@ -78,11 +75,9 @@ class LastBatch:
     def note(self, iterator: Batches, rows: tf.Tensor) -> None:
         """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [1 + replicas], if the first is known."""
         graph = ops.get_default_graph()
-        taken = getattr(graph, self._name, None)
-        if taken is None:
-            taken = weakref.WeakSet()
-            setattr(graph, self._name, taken)
-        taken.add(iterator)
+        if not hasattr(graph, self._name):
+            setattr(graph, self._name, weakref.WeakSet())
+        getattr(graph, self._name).add(iterator)
         rows = tf.ensure_shape(rows, [1 + self.replicas])
         with tf.device(HOST):
             # Not `where`: a graph that evaluates on another thread must not write back what it read.
@@ -132,21 +127,6 @@ class LastBatch:
             return tf.stack([each.read_value()[1] for each in self._given])
 
 
-@dataclass(frozen=True)
-class KerasStep:
-    """A step that Keras runs on replicas: of `fit` or `train_on_batch`, which `trains`, or of evaluation."""
-
-    trains: bool
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What is being reduced; see `reducing_gradients`."""
-
-    replicas: int
-    weighted: bool
-
-
 class Share:
     """One replica's part of the batch of one step. Used by the thread that traces or runs this replica.
 
@@ -169,10 +149,9 @@ class Share:
         inputs: Structure = (),
     ) -> None:
         self.graph = None if tf.executing_eagerly() else ops.get_default_graph()
-        self.step = step
+        self.rows, self.replicas, self.step = rows, replicas, step
         self._inputs = tf.nest.flatten(inputs, expand_composites=True)
         self._alike: list[tf.Tensor] = []  # the same on all replicas, as they were reduced
-        self.rows, self.replicas = rows, replicas
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
         self._noted: tf.Tensor | None = None  # the total, if this graph trains
@@ -212,7 +191,7 @@ class Share:
         Elsewhere, as in evaluation, what was noted last is of another batch.
         """
         if self.step is not None:
-            return self.step.trains
+            return self.step == "training"
         if is_differentiated() or _current.gradients or self.graph is None:
             return True
         return any(is_backward(op) for op in self.graph.get_operations())
@@ -222,7 +201,7 @@ class Share:
 
         Where a step of Keras trains, all replicas take part: there no exchange is forbidden.
         """
-        exchange = exchange or (self.step is not None and self.step.trains)
+        exchange = exchange or self.step == "training"
         if self._total is None and self.trains:
             self._total = self._noted
         if self._total is None and exchange:
@@ -349,37 +328,24 @@ class NestedShare(Share):
         yield
 
 
+@dataclass(frozen=True)
 class _Function:
-    """The function of one replica that a thread traces or runs, with its share, None if no argument has rows."""
+    """The function of one replica that a thread traces or runs."""
 
-    def __init__(self, share: Share | None, nested: Callable[[], NestedShare], step: KerasStep | None) -> None:
-        self.graph = None if tf.executing_eagerly() else control_flow_free(ops.get_default_graph())
-        self.share, self.step = share, step
-        self._nested = nested  # makes the share of the current graph
-
-    def share_in(self, graph: tf.Graph) -> Share | None:
-        """Returns the share in `graph`, which is not a part of control flow; None outside of this function."""
-        if graph is self.graph:
-            return self.share
-        around = outer_graphs(graph)
-        if not around or (self.graph is not None and self.graph not in around) or in_xla(graph):
-            return None
-        known: Share | None = getattr(graph, _NESTED, None)
-        if known is None:
-            with graph.as_default(), tf.control_dependencies(None):
-                known = self._nested()
-            setattr(graph, _NESTED, known)
-        return known
+    graph: tf.Graph | None  # without parts of control flow
+    share: Share | None  # None if no argument has rows
+    nested: Callable[[], NestedShare]  # makes the share of the current graph
+    step: KerasStep | None
 
 
 class _Current(threading.local):
     function: _Function | None = None
     step: KerasStep | None = None
-    gradients: Gradients | None = None
+    # Gradients are being reduced: replicas in the whole job, and whether they are weighted by rows already.
+    gradients: tuple[int, bool] | None = None
 
 
 _current = _Current()
-_NESTED = "_tfps_nested_share"  # of a graph
 
 
 def with_share(
@@ -391,17 +357,18 @@ def with_share(
     def shared(*args: object, **kwargs: object) -> Structure:
         given = (args, kwargs)
         rows, replica = rows_of(given), distribute_lib.get_replica_context()._replica_id
-        share, known = None, None
+        eager, share, known = tf.executing_eagerly(), None, None
         if rows is not None:
             _warn_of_empty_first(given)
-            noted = None if tf.executing_eagerly() else last_batch.of_graph()
+            noted = None if eager else last_batch.of_graph()
             last = None if noted is None else (noted[0], noted[1 + replica])
-            if tf.executing_eagerly() or tf.get_static_value(rows) in (None, 0):
+            if eager or tf.get_static_value(rows) in (None, 0):
                 given = last_batch.fillers.fill(replica, rows, given)
             share = Share(rows, replicas, last, sum_rows, step, given)
-            known = share.total(exchange=False) if step is not None and step.trains else None
+            known = share.total(exchange=False) if step == "training" else None
         nested = functools.partial(NestedShare, last_batch, replica, replicas, step, share)
-        own = _Function(share, nested, step)
+        graph = None if eager else control_flow_free(ops.get_default_graph())
+        own = _Function(graph, share, nested, step)
         with last_batch.giving(replica, rows, known), replaced(_current, "function", own):
             result = function(*given[0], **given[1])
         if share is None or not share.may_be_empty:
@@ -419,7 +386,7 @@ def _ratio(part: tf.Tensor, whole: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 def keras_step(*, trains: bool) -> contextlib.AbstractContextManager[None]:
     """Marks that replica functions which this thread calls in the block are steps of Keras."""
-    return replaced(_current, "step", KerasStep(trains))
+    return replaced(_current, "step", "training" if trains else "evaluation")
 
 
 def in_keras_step() -> bool:
@@ -437,7 +404,17 @@ def current_share() -> Share | None:
         return None
     if tf.executing_eagerly():
         return function.share if function.graph is None else None
-    return function.share_in(control_flow_free(ops.get_default_graph()))
+    graph = control_flow_free(ops.get_default_graph())
+    if graph is function.graph:
+        return function.share
+    around = outer_graphs(graph)
+    if not around or (function.graph is not None and function.graph not in around) or in_xla(graph):
+        return None
+    if not hasattr(graph, _NESTED):
+        with graph.as_default(), tf.control_dependencies(None):
+            setattr(graph, _NESTED, function.nested())
+    nested: Share = getattr(graph, _NESTED)
+    return nested
 
 
 def reducing_gradients(replicas: int, *, weighted: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -447,20 +424,15 @@ def reducing_gradients(replicas: int, *, weighted: bool = False) -> contextlib.A
         replicas: in the whole job.
         weighted: they are weighted by rows already, as accumulated ones are.
     """
-    return replaced(_current, "gradients", Gradients(replicas, weighted))
+    return replaced(_current, "gradients", (replicas, weighted))
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How this replica's gradients count in the sum over replicas.
+    """How this replica's gradients count in the sum over replicas."""
 
-    Args:
-        has_rows: bool scalar, whether they do; None if always.
-        weight: what they are multiplied by, a float64 scalar; None if they are summed as they are.
-    """
-
-    has_rows: tf.Tensor | None = None
-    weight: tf.Tensor | None = None
+    has_rows: tf.Tensor | None = None  # bool scalar, whether they do; None if always
+    weight: tf.Tensor | None = None  # float64 scalar that they are multiplied by; None if they are summed as they are
 
     def part(self, value: Value) -> Value:
         """Returns what `value`, a tensor or IndexedSlices, adds to the sum."""
@@ -484,15 +456,15 @@ def with_values(value: Value, change: Callable[[tf.Tensor], tf.Tensor]) -> Value
 
 def counted() -> Counted:
     """Returns how what this thread reduces now counts; as it is, unless it is gradients."""
-    gradients = _current.gradients
-    if gradients is None or _current.function is None:
+    if _current.gradients is None or _current.function is None:
         return Counted()
+    replicas, weighted = _current.gradients
     share = current_share()
     has_rows = share.has_rows if share is not None and share.may_be_empty else None
     if not in_keras_step():
         return Counted(has_rows)
-    even = tf.constant(1 / gradients.replicas, tf.float64)
-    if gradients.weighted:
+    even = tf.constant(1 / replicas, tf.float64)
+    if weighted:
         return Counted(weight=even)
     return Counted(has_rows, even if share is None else share.weight(even, exchange=True))
 

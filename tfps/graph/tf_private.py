@@ -356,16 +356,10 @@ def outer_graphs(graph: tf.Graph) -> list[tf.Graph]:
     return chain
 
 
-def branch_free(graph: tf.Graph) -> tf.Graph:
-    """Returns `graph`, or the graph around the tf.cond that it is a branch of."""
-    while isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph):
-        graph = graph.outer_graph
-    return graph
-
-
-def control_flow_free(graph: tf.Graph) -> tf.Graph:
-    """Returns `graph`, or the graph around the tf.cond or tf.while_loop that it is a part of."""
-    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+def control_flow_free(graph: tf.Graph, *, loops: bool = True) -> tf.Graph:
+    """Returns `graph`, or the graph around the tf.cond (with `loops` also the tf.while_loop) that it is a part of."""
+    parts = control_flow_v2_func_graphs
+    while isinstance(graph, parts.ControlFlowFuncGraph if loops else parts.CondBranchFuncGraph):
         graph = graph.outer_graph
     return graph
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfps.graph.ops import CLOSE, HOST, PASS, call_stateless, called, is_backward, traced_once
-from tfps.graph.tf_private import branch_free
+from tfps.graph.tf_private import control_flow_free
 from tfps.types import Value
 
 _FAR = 16  # ops between a variable and the op that computes something with it
@@ -76,7 +76,7 @@ class Timestamps:
         inputs_of: Callable[[tf.Graph], Sequence[tf.Tensor]],
         replica: int,
     ) -> None:
-        self._graph = branch_free(graph)  # the step lies around a branch of a tf.cond that sends
+        self._graph = control_flow_free(graph, loops=False)  # the step lies around a branch of a tf.cond that sends
         self._passed: PassedGates = passed_of(self._graph)
         self._inputs: Sequence[tf.Tensor] = inputs_of(self._graph)
         self._replica = replica
