@@ -1,9 +1,8 @@
 """Sparse gradients of lookups that all replicas make alike, as those of positions: summed, not gathered.
 
-An optimizer that squares a sparse gradient (Adam) squares it slice by slice, one for each lookup. Lookups of ids in the
-batch are spread over the replicas, so their slices are gathered: one process has the same ones. A lookup of something
-else (positions of a sequence, a constant id, a tied embedding's whole table) is one lookup in one process, but every
-replica makes it: its slices are summed. Until then their indices travel as -1 - index.
+An optimizer that squares a sparse gradient (Adam) squares it slice by slice, one for each lookup. A lookup of something
+that is not in the batch (positions of a sequence, a constant id, a tied embedding's whole table) is one lookup in one
+process, but every replica makes it: its slices are summed. Until then their indices travel as -1 - index.
 
 Tested in tests/graph/test_common_rows.py.
 """
@@ -23,10 +22,9 @@ def mark(gradient: tf.IndexedSlices, share: Share | None) -> tf.IndexedSlices | 
     if share is None:
         return tf.IndexedSlices(gradient.values, -1 - gradient.indices, gradient.dense_shape)
     parts = _parts(gradient.indices)
-    common = [not share.depends_on_rows(part) for part in parts]
-    if not any(common):
+    marked = [part if share.depends_on_rows(part) else _marked(part, share.fixed_rows) for part in parts]
+    if all(after is before for after, before in zip(marked, parts, strict=True)):
         return None
-    marked = [_marked(part, share.fixed_rows) if each else part for part, each in zip(parts, common, strict=True)]
     return tf.IndexedSlices(gradient.values, tf.concat(marked, 0), gradient.dense_shape)
 
 

@@ -155,7 +155,7 @@ class Share:
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
         self._noted: tf.Tensor | None = None  # the total, if this graph trains
-        self._weights: list[tf.Tensor] = []  # replace the weight by rows
+        self._weight: tf.Tensor | None = None  # replaces that by rows
         if last is not None:  # batches not from the iterator are assumed to divide evenly
             self._noted = tf.where(tf.equal(last[1], rows), last[0], tf.constant(UNKNOWN, tf.int64))
 
@@ -220,8 +220,8 @@ class Share:
 
         If the result is being differentiated, or with `exchange`, all replicas must call this together.
         """
-        if self._weights:
-            return tf.cast(self._weights[-1], even.dtype)
+        if self._weight is not None:
+            return tf.cast(self._weight, even.dtype)
         total = self.total(exchange=is_differentiated() if exchange is None else exchange)
         return even if total is None else self._if_known(total, _ratio(self.rows, total, even.dtype), even)
 
@@ -272,29 +272,25 @@ class Share:
             self._alike += tf.nest.flatten(value, expand_composites=True)
         return value
 
-    @contextlib.contextmanager
-    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
+    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """Weights by this replica's scalar `amount` instead of by rows within the block."""
         amount = tf.stop_gradient(tf.cast(amount, tf.float64))
         total = self._sum_rows(amount)
         evenly = tf.equal(amount * self.replicas, total)
-        self._weights.append(tf.where(evenly, tf.cast(even, tf.float64), tf.math.divide_no_nan(amount, total)))
-        try:
-            yield
-        finally:
-            self._weights.pop()
+        weight = tf.where(evenly, tf.cast(even, tf.float64), tf.math.divide_no_nan(amount, total))
+        return replaced(self, "_weight", weight)
 
     def _if_known(self, total: tf.Tensor, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
         return tf.where((total > 0) & (self.rows >= 0), value, otherwise)
 
-    def _in_graph(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def _in_graph(self) -> Iterator[None]:
         """Enters the replica function's graph: what a branch needs must not exist in that branch alone."""
         if self.graph is None or ops.get_default_graph() is self.graph:
-            return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        stack.enter_context(self.graph.as_default())
-        stack.enter_context(tf.control_dependencies(None))
-        return stack
+            yield
+        else:
+            with self.graph.as_default(), tf.control_dependencies(None):
+                yield
 
 
 class NestedShare(Share):
@@ -323,9 +319,8 @@ class NestedShare(Share):
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         return tf.ones([], dtype)
 
-    @contextlib.contextmanager
-    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
-        yield
+    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)

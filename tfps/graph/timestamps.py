@@ -1,12 +1,7 @@
 """Timestamps inside a graph: when a step has its input, when a read wants its variable and when it may have it.
 
 Each is TensorFlow's Timestamp op behind control edges; it costs a microsecond and is always there. It must not change
-what it observes: TensorFlow fuses and rewrites ops whose results have one use, but none that another op waits for. So
-a timestamp follows a probe: one element of a tensor that backward needs as well and that has several uses anyway.
-Timestamps travel with the send of a bucket; its gradient waits for whatever they wait for.
-
-TensorFlow marks none of these places. The backward pass is recognized by the names of its ops; the rest follows from
-which op uses what (`Landmarks`). tests/graph/test_landmarks.py says what must be found, on every supported TensorFlow.
+what it observes; docs/design.md ("Times inside the graph") says how, and how their places are found (`Landmarks`).
 
 Tested in tests/graph/test_timestamps.py and tests/graph/test_landmarks.py.
 """
@@ -47,26 +42,19 @@ class PassedGates:
 
 
 class NotedTimes(NamedTuple):
-    """The timestamps of one send.
+    """The timestamps of one send."""
 
-    Attributes:
-        times: float64 scalars, wall-clock seconds, 0 if unknown: input ready, forward pass ended, read wanted, gate
-            open. Empty if nothing is known.
-        variable: the position of the variable that is read.
-        whole: whether the first two are valid: this send reports the step's forward pass.
-    """
-
+    # Float64 scalars, wall-clock seconds, 0 if unknown: input ready, forward pass ended, read wanted, gate open. Empty
+    # if nothing is known.
     times: tuple[Value, ...] = ()
-    variable: int = -1
-    whole: bool = False
+    variable: int = -1  # the position of the variable that is read
+    whole: bool = False  # whether the first two are valid: this send reports the step's forward pass
 
 
 class Timestamps:
-    """Makes the timestamps for the sends of one emission.
+    """Makes the timestamps for the sends of one emission of `graph`.
 
-    Args:
-        graph: the sending graph.
-        passed_of, inputs_of: return a graph's passed gates and its step's inputs.
+    `passed_of` and `inputs_of` return a graph's passed gates and its step's inputs.
     """
 
     def __init__(
@@ -77,9 +65,7 @@ class Timestamps:
         replica: int,
     ) -> None:
         self._graph = control_flow_free(graph, loops=False)  # the step lies around a branch of a tf.cond that sends
-        self._passed: PassedGates = passed_of(self._graph)
-        self._inputs: Sequence[tf.Tensor] = inputs_of(self._graph)
-        self._replica = replica
+        self._passed, self._inputs, self._replica = passed_of(self._graph), inputs_of(self._graph), replica
         self._landmarks = Landmarks(self._graph, self._inputs, since=self._passed.noted)
 
     def of_bucket(self, variables: Sequence[str], whole: bool) -> NotedTimes:
@@ -147,18 +133,14 @@ class Landmarks:
 
     def __init__(self, graph: tf.Graph, inputs: Sequence[tf.Tensor], since: int = 0) -> None:
         self._operations = graph.get_operations()
+        self.ops = len(self._operations)
         self._inputs, self._since = inputs, since
         self._order = {op.name: number for number, op in enumerate(self._operations)}
-
-    @property
-    def ops(self) -> int:
-        """How many ops the graph has."""
-        return len(self._operations)
 
     @functools.cached_property
     def backward(self) -> int | None:
         """Number of the first op of the step's backward pass; None if there is none."""
-        own = range(self._since, len(self._operations))
+        own = range(self._since, self.ops)
         return next((number for number in own if is_backward(self._operations[number])), None)
 
     def last_of_forward(self) -> list[tf.Tensor]:
