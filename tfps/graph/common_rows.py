@@ -29,10 +29,7 @@ def mark(gradient: tf.IndexedSlices, share: Share | None) -> tf.IndexedSlices | 
 
 
 def merge(gradient: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
-    """Returns the gathered `gradient` of all `replicas` with the sums of the slices that they marked.
-
-    If they marked different indices, these slices stay as they are.
-    """
+    """Returns the gathered `gradient` with sums of the slices that all `replicas` marked, unless they marked others."""
     marked = gradient.indices < 0
     indices = -1 - tf.boolean_mask(gradient.indices, marked)
     values = tf.boolean_mask(gradient.values, marked)
@@ -69,10 +66,7 @@ def _parts(indices: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _marked(indices: tf.Tensor, rows: int | None) -> tf.Tensor:
-    """Returns the marks of `indices`; unless they repeat for each of the `rows`, if the graph has a fixed number.
-
-    Those, one process has more of, if it has more rows.
-    """
+    """Marks `indices`, unless they repeat for each of the graph's fixed number of `rows`: one process has more, too."""
     marked = -1 - indices
     return marked if rows is None or rows < 2 else tf.where(_repeat(indices, rows), indices, marked)
 

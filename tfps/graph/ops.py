@@ -52,11 +52,7 @@ def traced_once(*signature: tf.TensorSpec) -> Callable[[Function], Callable[[], 
 
 
 def wire_dtype(dtype: tf.DType) -> tf.DType:
-    """Returns the dtype in which values of `dtype` are exchanged: half types as float32, so that a sum rounds once.
-
-    Raises:
-        UnsupportedError: values of `dtype` cannot be summed by a pserver.
-    """
+    """Returns the dtype in which values of `dtype` are exchanged: half types as float32, so that a sum rounds once."""
     if dtype in (tf.float16, tf.bfloat16):
         return tf.float32
     if dtype in (tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8, tf.int8, tf.int16):
@@ -92,10 +88,8 @@ def from_raw(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def tensor_of(array: Array) -> tf.Tensor:
-    """Returns an eager tensor that shares the memory of `array` if that is 64-byte aligned and writable, else a copy.
-
-    dlpack aborts the process on unaligned data, hence the check.
-    """
+    """Returns an eager tensor that shares the memory of `array` where dlpack can, else a copy."""
+    # On unaligned data dlpack aborts the process.
     if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0 and array.nbytes:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.constant(array)
@@ -261,11 +255,8 @@ def tfps_graph_run() -> tf.Tensor:
 
 
 def graph_run() -> tf.Tensor:
-    """Returns a number (int64, not 0) that differs at every execution of the current graph.
-
-    A *stateless* call, because automatic control dependencies would order a stateful one with every `py_function`.
-    """
-    with tf.device(HOST):
+    """Returns a number (int64, not 0) that differs at every execution of the current graph."""
+    with tf.device(HOST):  # stateless: a stateful call would be ordered with every `py_function`
         return call_stateless(tfps_graph_run(), [])[0]
 
 
@@ -302,10 +293,7 @@ def send(
     indices: tf.Tensor | None = None,
     times: Sequence[Value] = (),
 ) -> tf.Operation:
-    """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs.
-
-    `times`, in seconds, go with it (see timestamps.py), after the time when the data was ready.
-    """
+    """Hands `data` (flat uint8, from any device) to the host with the time when it was ready, and `times` (seconds)."""
     with tf.device(HOST):
         if indices is None:
             indices = tf.constant([], tf.uint8)
@@ -369,10 +357,7 @@ def needed(graph: tf.Graph) -> set[str]:
 def computed_from(
     values: Iterable[tf.Tensor], goes_on: Callable[[tf.Tensor], bool] = lambda _: True
 ) -> Iterator[tf.Tensor]:
-    """Yields `values`, tensors in graphs, and what they are computed from, each once; captures lead to outer graphs.
-
-    `goes_on`: whether to go on from a tensor.
-    """
+    """Yields `values`, tensors in graphs, and what they are computed from as long as it `goes_on`, each once."""
     seen: set[int] = set()
     left = list(values)
     while left:
@@ -382,7 +367,7 @@ def computed_from(
         seen.add(id(tensor))
         yield tensor
         if tf.is_symbolic_tensor(tensor) and goes_on(tensor):
-            left += _captured(tensor) or tensor.op.inputs
+            left += _captured(tensor) or tensor.op.inputs  # captures lead to outer graphs
 
 
 def is_argument(tensor: Value) -> bool:

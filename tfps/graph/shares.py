@@ -84,10 +84,7 @@ class LastBatch:
             tf.cond(rows[0] >= 0, lambda: self._rows.assign(rows, read_value=False), tf.no_op)
 
     def of_graph(self) -> tf.Tensor | None:
-        """Returns the rows noted last if the current and outer graphs take batches of one iterator, else None.
-
-        With several iterators, the rows could be those of another one.
-        """
+        """Returns the rows noted last; None if the current and outer graphs take batches of no or several iterators."""
         taken: set[int] = set()
         for graph in outer_graphs(ops.get_default_graph()):
             taken.update(map(id, getattr(graph, self._name, ())))
@@ -98,10 +95,7 @@ class LastBatch:
 
     @contextlib.contextmanager
     def giving(self, replica: int, rows: tf.Tensor | None, total: tf.Tensor | None) -> Iterator[None]:
-        """Notes the rows given to the replica function in the block, eagerly or whenever this graph runs.
-
-        `total`: of the whole job, if it is known and the function is a step of Keras that trains.
-        """
+        """Notes the rows given to the replica function in the block, and those of the whole job (`total`) if known."""
         unknown = tf.constant(UNKNOWN, tf.int64)
         given = unknown if rows is None else rows
         with tf.device(HOST):
@@ -113,10 +107,7 @@ class LastBatch:
                 self._given[replica].assign([unknown, given, unknown], read_value=False)
 
     def running(self, replica: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the rows given to the replica function that runs, and of the whole job.
-
-        UNKNOWN if none runs, none were given, or the job's are not known.
-        """
+        """Returns rows given to the replica function that runs, and of the whole job; UNKNOWN if there are none."""
         with tf.device(HOST):
             given = self._given[replica].read_value()
         return given[0], given[2]
@@ -135,7 +126,7 @@ class Share:
         replicas: in the whole job.
         last: rows of the whole job and of this replica as last noted, if the graph takes batches itself.
         sum_rows: sums `rows` over all replicas, by an exchange.
-        step: of Keras, that the replica function is; None if it is a program's own.
+        step: None if the replica function is a program's own.
         inputs: the batch, in the graph of the replica function.
     """
 
@@ -258,10 +249,7 @@ class Share:
         return self.only_if_rows(value) if self.depends_on_rows(value) else value
 
     def depends_on_rows(self, value: Value) -> bool:
-        """Whether `value`, a tensor or IndexedSlices, may be computed from this replica's rows.
-
-        Not if only from what all replicas have reduced. Eagerly that is not known.
-        """
+        """Whether `value` may be computed from this replica's rows, not only from reduced values; eagerly always."""
         if self.graph is None or not tf.is_symbolic_tensor(getattr(value, "values", value)):
             return self.graph is None
         return depends_on(tf.nest.flatten(value, expand_composites=True), self._inputs, self._alike)
@@ -390,10 +378,7 @@ def in_keras_step() -> bool:
 
 
 def current_share() -> Share | None:
-    """Returns the share of the replica that this thread traces or runs; None outside.
-
-    In nested functions it is a `NestedShare`, but None in those that XLA compiles.
-    """
+    """Returns the share of the replica that this thread traces or runs; None outside, and in what XLA compiles."""
     function = _current.function
     if function is None:
         return None
@@ -413,12 +398,7 @@ def current_share() -> Share | None:
 
 
 def reducing_gradients(replicas: int, *, weighted: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Marks what this thread reduces in the block as gradients.
-
-    Args:
-        replicas: in the whole job.
-        weighted: they are weighted by rows already, as accumulated ones are.
-    """
+    """Marks what this thread reduces in the block as gradients; accumulated ones are `weighted` by rows already."""
     return replaced(_current, "gradients", (replicas, weighted))
 
 

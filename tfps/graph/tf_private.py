@@ -34,11 +34,7 @@ needed: dict[type | ModuleType, set[str]] = {}  # owner (module or class) -> nam
 
 
 def needs(owner: type | ModuleType, *names: str) -> None:
-    """Checks that `owner` has `names`, and remembers them in `needed`; instances have what methods assign.
-
-    Raises:
-        ImportError: it lacks one.
-    """
+    """Checks that `owner` has `names`, or that its methods assign them, and remembers them; else raises ImportError."""
     for name in names:
         if not (hasattr(owner, name) or (inspect.isclass(owner) and _assigns(owner, name))):
             raise ImportError(f"{owner} has no {name}")
@@ -60,15 +56,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def check_versions(tensorflow: str, keras: str | None, environment: Mapping[str, str]) -> None:
-    """Rejects versions that tfps cannot work with, warns of untested ones.
-
-    Args:
-        tensorflow: version, as in "2.21.0".
-        keras: version of the package `keras`; None: not installed.
-
-    Raises:
-        ImportError: too old, or TensorFlow is told to use Keras 2.
-    """
+    """Raises ImportError for versions that tfps cannot work with, or Keras 2; warns of untested ones."""
     if _minor(tensorflow) < _OLDEST:
         raise ImportError(f"tfps supports {SUPPORTED}, got TensorFlow {tensorflow}; pip install -U 'tfps[tensorflow]'")
     if keras is not None and _minor(keras) < _OLDEST_KERAS:  # 3.7 does not divide the loss by the number of replicas
@@ -317,10 +305,7 @@ def is_seeded() -> bool:
 
 
 def made_by_generator(dataset: tf.data.Dataset) -> bool:
-    """Whether `dataset` yields batches of `Dataset.from_generator` as they are; False if TensorFlow does not tell.
-
-    Keras turns PyDataset and generators into such datasets.
-    """
+    """Whether `dataset` yields batches of a generator as they are, as Keras' PyDataset; False if it is unknown."""
     while True:
         function = getattr(getattr(dataset, "_map_func", None), "function", None)
         if any(op.type == "GeneratorDataset" for op in (function.graph.get_operations() if function else ())):
@@ -390,11 +375,7 @@ def finds_generators() -> bool:
 
 @functools.cache
 def check_effects() -> None:
-    """Runs these checks when a process creates its first strategy; takes 0.1 s.
-
-    Raises:
-        UnsupportedError: one fails; the message says which versions are supported.
-    """
+    """Runs these checks when a process creates its first strategy; takes 0.1 s."""
     with tf.init_scope():
         for effect, without in {
             orders_what_is_not_only_read: "variables could be read before their update",

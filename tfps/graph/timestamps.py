@@ -52,16 +52,13 @@ class NotedTimes(NamedTuple):
 
 
 class Timestamps:
-    """Makes the timestamps for the sends of one emission of `graph`.
-
-    `passed_of` and `inputs_of` return a graph's passed gates and its step's inputs.
-    """
+    """Makes the timestamps for the sends of one emission of `graph`."""
 
     def __init__(
         self,
         graph: tf.Graph,
         passed_of: Callable[[tf.Graph], PassedGates],
-        inputs_of: Callable[[tf.Graph], Sequence[tf.Tensor]],
+        inputs_of: Callable[[tf.Graph], Sequence[tf.Tensor]],  # of the graph's step
         replica: int,
     ) -> None:
         self._graph = control_flow_free(graph, loops=False)  # the step lies around a branch of a tf.cond that sends
@@ -124,11 +121,9 @@ def now_after(after: Sequence[tf.Operation | tf.Tensor]) -> tf.Tensor:
 
 
 class Landmarks:
-    """Finds the places in `graph` as it is now. All tensors that it finds have several uses.
+    """Finds the places in `graph` as it is now; all tensors that it finds have several uses.
 
-    Args:
-        inputs: the step's batch.
-        since: number of the step's first op; earlier ops belong to steps already sent.
+    `inputs` is the step's batch; ops before the number `since` belong to steps already sent.
     """
 
     def __init__(self, graph: tf.Graph, inputs: Sequence[tf.Tensor], since: int = 0) -> None:

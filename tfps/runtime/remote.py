@@ -77,12 +77,9 @@ class _Home(NamedTuple):
 
 
 class RemoteSlot:
-    """A slot of one variable that lives on pservers. Reading and assigning wait for updates under way.
+    """A slot of one variable, `name` in messages, that lives on pservers; at first all its items are `initial`.
 
-    Args:
-        name: for messages.
-        wait: returns when the variable is current.
-        initial: of all its items.
+    `wait` returns when the variable is current, after updates under way.
     """
 
     def __init__(
@@ -182,10 +179,7 @@ def check_moves(bucket: int, pieces: Sequence[RemotePiece]) -> None:
 def bring(
     exchange: Exchange, bucket: int, pieces: Sequence[RemotePiece], scalars: Sequence[float], ahead: bool = False
 ) -> bytes:
-    """Writes what is not with `bucket` yet, right before a push of it; returns the push's scalars.
-
-    `ahead`: whether the bucket has a codec, so that its pservers may be ahead of the workers.
-    """
+    """Writes what `bucket` lacks, right before a push of it; returns the push's scalars. `ahead`: it has a codec."""
     first, mark = exchange.rank == 0, 0
     writes: list[tuple[int, int, Array]] = []
     homes: list[tuple[RemoteSlot, _Home]] = []
@@ -241,12 +235,9 @@ def _write(exchange: Exchange, bucket: int, writes: list[tuple[int, int, Array]]
 
 
 class RemoteUpdate(DeferredUpdate):
-    """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are the step's
-    scalars, float64.
+    """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are step scalars.
 
-    Args:
-        ahead: whether changes come back, so that pservers' own parameters may be ahead of the workers'.
-        apart: whether ranks step by themselves (mode "async").
+    `ahead`: changes come back, so pservers may be ahead of workers. `apart`: ranks step by themselves (mode "async").
     """
 
     def __init__(

@@ -261,9 +261,9 @@ class Runtime:
             return self._pushed[bucket] - 1
 
     def close(self, *, drain: bool = True, reason: str = "") -> None:
-        """Finishes pending exchanges, which other workers need too, ends the threads and leaves the job.
+        """Finishes pending exchanges, which other workers need too, ends the threads and leaves the job for `reason`.
 
-        Without `drain`, pending exchanges fail with ClosedError. For `reason` see `Exchange.close`.
+        Without `drain`, pending exchanges fail with ClosedError.
         """
         with self._progress:
             if self._closing:
@@ -285,10 +285,7 @@ class Runtime:
         self.gate_watch.give_up(ClosedError("the strategy was closed before the gradient had come back"))
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until everything sent so far has been applied or the exchange fails; returns False on timeout.
-
-        Nothing may be sent meanwhile.
-        """
+        """Waits until all that was sent is applied or the exchange fails; False on timeout. Nothing may be sent."""
         mark = next(self._marks)
         self._tell_pump(_DRAINED, mark)
 
@@ -364,10 +361,7 @@ class Runtime:
     def push(
         self, transfer: Transfer, payload: Payload | None, graph_run: int | tf.Tensor = 0, data: tf.Tensor | None = None
     ) -> int:
-        """Pushes `payload` (`data` as a tensor) and returns the bucket's round.
-
-        The update executor will call `transfer.finish` or `fail`.
-        """
+        """Pushes `payload` (`data` as a tensor) and returns the bucket's round; `transfer.finish` or `fail` follows."""
 
         def finish(reply: Reply) -> None:
             if transfer.spec.kind == "sum":
@@ -416,7 +410,7 @@ class Runtime:
         return step
 
     def _activity(self) -> tuple[int, int]:
-        """Returns the number of messages in flight and in total, for `GateWatch`."""
+        """Returns the number of messages in flight and in total."""
         with self._progress:
             return self._under_way + self._starting, self._messages_seen
 

@@ -50,10 +50,7 @@ class _Step:
 
 
 class StepSpans:
-    """Records steps, passes, gates, gradients and input of one worker while the recorder is on.
-
-    The pump thread calls `sent`, other threads the rest.
-    """
+    """Records what one worker does while the recorder is on; `sent` is called by the pump thread."""
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
         self.recorder, self.now = recorder, recorder.clock
@@ -207,9 +204,7 @@ _NOTHING = BucketSpec(("inner steps",), "gather", 0, "uint8", 0)
 
 
 class InnerStep(Transfer):
-    """Messages of one graph, one per step that exchanges nothing, or only sometimes: the step's number, its timestamps,
-    and two per bucket of `awaited`.
-    """
+    """A graph's messages, one per step that exchanges nothing, or only sometimes: number, times, two per `awaited`."""
 
     exchanges = False
 

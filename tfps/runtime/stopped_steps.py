@@ -21,10 +21,7 @@ _LOST_AFTER = 30  # checks without any message after which a closed gate is lost
 
 
 class GateWatch:
-    """Puts an error into gates that stay closed with nothing in flight, and into all closed gates after a failure.
-
-    `activity` returns the number of messages in flight and in total.
-    """
+    """Puts an error into closed gates: after a failure, or without `activity` (messages in flight and in total)."""
 
     def __init__(self, exchange: Exchange, activity: Callable[[], tuple[int, int]]) -> None:
         self._exchange, self._activity = exchange, activity

@@ -20,10 +20,7 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class Transfer:
-    """Handles the messages of one send in one graph, one round at a time.
-
-    `messages`: per round, one for each local replica; one of them carries the data.
-    """
+    """Handles the messages of one send in one graph: per round `messages`, one for each local replica."""
 
     exchanges = True  # whether its messages lead to an exchange
     step_scalars = b""  # of the round that is being pushed, for a bucket with an update; pump thread only
@@ -110,10 +107,7 @@ class DeferredUpdate(Transfer):
 
 
 class Pull(Transfer):
-    """Returns the reduced bytes to the graph that waits for them.
-
-    If the result is used, the bucket is declared before the graph's first run (see reductions.py).
-    """
+    """Returns the reduced bytes to the graph that waits for them; declared before its first run if it uses them."""
 
     def __init__(self, spec: BucketSpec) -> None:
         super().__init__(UNDECLARED, spec)
