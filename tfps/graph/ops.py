@@ -272,12 +272,7 @@ def call_stateless(function: tf_private.ConcreteFunction, arguments: list[tf.Ten
 
 @traced_once(_RESOURCE, _NUMBER, _NUMBER, _BYTES, _BYTES, _TIMES)
 def tfps_send(
-    queue: tf.Tensor,
-    transfer: tf.Tensor,
-    graph_run: tf.Tensor,
-    data: tf.Tensor,
-    indices: tf.Tensor,
-    times: tf.Tensor,
+    queue: tf.Tensor, transfer: tf.Tensor, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
 ) -> tf.Tensor:
     with tf.control_dependencies([data, indices]):
         times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
