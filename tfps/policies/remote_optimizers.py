@@ -34,7 +34,6 @@ from tfps.runtime.remote import (
     RemoteSlot,
     RemoteUpdate,
     bring,
-    check_moves,
     pieces_of,
 )
 from tfps.runtime.runtime import Runtime
@@ -73,16 +72,9 @@ class RemoteBucket(PlannedBucket):
         self.key = (*self.key, rule.number, self.spec.update)
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
-        return RemoteUpdate(
-            number,
-            self.spec,
-            messages,
-            group,
-            runtime.exchange,
-            pieces_of(self.kept, self.rule),
-            ahead=self._changes,
-            apart=_apart(self.variables),
-        )
+        pieces, apart = pieces_of(self.kept, self.rule), _apart(self.variables)
+        brings = functools.partial(bring, runtime.exchange, number, pieces, ahead=self._changes, apart=apart)
+        return RemoteUpdate(number, self.spec, messages, group, brings)
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
         super().trace(strategy, compared=compared and self._changes)
@@ -135,9 +127,7 @@ def update_eagerly(
     for variable in variables:
         variable.wait()
     pieces = pieces_of(variables, rule)
-    if _apart(variables):
-        check_moves(bucket, pieces)
-    packed = bring(runtime.exchange, bucket, pieces, scalars.numpy().tolist())
+    packed = bring(runtime.exchange, bucket, pieces, scalars.numpy().tolist(), apart=_apart(variables))
     payload = np.concatenate([np.asarray(each.numpy(), np.float32).reshape(-1) for each in gradients])
     reply = runtime.exchange_now(bucket, payload, step_scalars=packed)
     new = graph_ops.tensor_of(reply.sum)

@@ -164,27 +164,31 @@ def value_of(component: Variable) -> Array:
     return np.ascontiguousarray(component.numpy()).reshape(-1).view(np.uint8)
 
 
-def check_moves(bucket: int, pieces: Sequence[RemotePiece]) -> None:
-    """Checks that what comes to `bucket` from another one has the newest value: in mode "async"."""
-    for piece in pieces:
+def bring(
+    exchange: Exchange,
+    bucket: int,
+    pieces: Sequence[RemotePiece],
+    scalars: Sequence[float],
+    *,
+    ahead: bool = False,
+    apart: bool,
+) -> bytes:
+    """Writes what `bucket` lacks, right before a push of it; returns the push's scalars.
+
+    Args:
+        ahead: changes come back, so pservers may be ahead of workers.
+        apart: ranks step by themselves (mode "async").
+    """
+    first, mark = exchange.rank == 0, 0
+    writes: list[tuple[int, int, Array]] = []
+    for index, piece in enumerate(pieces):
         parameter = piece.parameter
-        if parameter.holder not in (None, bucket) and not parameter.synchronized:
+        if apart and parameter.holder not in (None, bucket) and not parameter.synchronized:
             raise UnsupportedError(
                 f"variable {piece.component.name!r} comes in another bucket than in the last step, as in a function "
                 "that trains other variables; with mode='async' call strategy.synchronize() on every rank in between, "
                 "or use mode='sync'"
             )
-
-
-def bring(
-    exchange: Exchange, bucket: int, pieces: Sequence[RemotePiece], scalars: Sequence[float], ahead: bool = False
-) -> bytes:
-    """Writes what `bucket` lacks, right before a push of it; returns the push's scalars. `ahead`: it has a codec."""
-    first, mark = exchange.rank == 0, 0
-    writes: list[tuple[int, int, Array]] = []
-    homes: list[tuple[RemoteSlot, _Home]] = []
-    for index, piece in enumerate(pieces):
-        parameter = piece.parameter
         if parameter.holder != bucket or parameter.restored is not None:
             values = value_of(piece.component)
             exact = parameter.exact(exchange, values) if first else None
@@ -197,23 +201,21 @@ def bring(
                 # Mode "async": a bucket that had others, or none, takes no gradient before all ranks bring these.
                 mark |= _ASSIGNED
         for number, slot in enumerate(piece.slots, 1):
-            home = _Home(bucket, number, piece.begin)
             if slot.pending is not None:
                 values = slot.pending.reshape(-1).view(np.uint8)
                 writes.append((number, piece.begin, values))
                 if slot.compared:
                     mark = _marked(mark, index, number, values)
-            elif first and slot.home not in (None, home):
+            elif first and slot.home not in (None, _Home(bucket, number, piece.begin)):
                 writes.append((number, piece.begin, slot.collect()))
-            homes.append((slot, home))
     if first:
         _write(exchange, bucket, writes)
     for piece in pieces:  # not earlier: after an interruption the next step brings all of it again
         parameter = piece.parameter
         parameter.holder, parameter.begin, parameter.ahead, parameter.restored = bucket, piece.begin, ahead, None
         parameter.synchronized = False
-    for slot, home in homes:
-        slot.home, slot.pending, slot.compared = home, None, True
+        for number, slot in enumerate(piece.slots, 1):
+            slot.home, slot.pending, slot.compared = _Home(bucket, number, piece.begin), None, True
     return StepScalars(mark, tuple(scalars)).pack()
 
 
@@ -237,33 +239,20 @@ def _write(exchange: Exchange, bucket: int, writes: list[tuple[int, int, Array]]
 class RemoteUpdate(DeferredUpdate):
     """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are step scalars.
 
-    `ahead`: changes come back, so pservers may be ahead of workers. `apart`: ranks step by themselves (mode "async").
+    `brings` is `bring` with all but the scalars.
     """
 
     def __init__(
-        self,
-        bucket: int,
-        spec: BucketSpec,
-        messages: int,
-        group: Group,
-        exchange: Exchange,
-        pieces: list[RemotePiece],
-        *,
-        ahead: bool,
-        apart: bool,
+        self, bucket: int, spec: BucketSpec, messages: int, group: Group, brings: Callable[[Sequence[float]], bytes]
     ) -> None:
         super().__init__(bucket, spec, messages, group)
-        self._exchange, self._pieces, self._ahead, self._apart = exchange, pieces, ahead, apart
+        self._brings = brings
 
     def collect(
         self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
-        collected = super().collect(graph_run, data, indices, times)
-        if collected is None:
+        if (collected := super().collect(graph_run, data, indices, times)) is None:
             return None
         number, data, indices = collected
-        values = np.frombuffer(memoryview(indices), np.float64).tolist()
-        if self._apart:
-            check_moves(self.bucket, self._pieces)
-        self.step_scalars = bring(self._exchange, self.bucket, self._pieces, values, ahead=self._ahead)
+        self.step_scalars = self._brings(np.frombuffer(memoryview(indices), np.float64).tolist())
         return number, data, _NO_BYTES
