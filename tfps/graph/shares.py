@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -242,17 +242,18 @@ class Share:
         ratio = tf.math.divide_no_nan(tf.cast(total, tf.float64), tf.cast(self.rows, tf.float64))
         return tf.cast(self._if_known(total, ratio, even), dtype)
 
-    def left_out(self, value: Value) -> Value:
-        """Returns `value`; zeros if this replica has no rows and it is a number that may be computed from the batch."""
-        if not isinstance(value, tf.Tensor) or not (value.dtype.is_floating or value.dtype.is_integer):
-            return value
-        return self.only_if_rows(value) if self.depends_on_rows(value) else value
-
     def depends_on_rows(self, value: Value) -> bool:
         """Whether `value` may be computed from this replica's rows, not only from reduced values; eagerly always."""
         if self.graph is None or not tf.is_symbolic_tensor(getattr(value, "values", value)):
             return self.graph is None
-        return depends_on(tf.nest.flatten(value, expand_composites=True), self._inputs, self._alike)
+        batch, reduced = set(map(id, self._inputs)), set(map(id, self._alike))
+
+        def goes_on(tensor: tf.Tensor) -> bool:
+            return id(tensor) not in reduced and not _is_size_within_row(tensor.op)
+
+        # What a function within gets as an argument may be from rows.
+        sources = computed_from(tf.nest.flatten(value, expand_composites=True), goes_on)
+        return any(id(each) in batch or (id(each) not in reduced and is_argument(each)) for each in sources)
 
     def alike(self, value: Value) -> Value:
         """Notes that `value`, a tensor or IndexedSlices, is the same on all replicas, and returns it."""
@@ -357,8 +358,15 @@ def with_share(
         if share is None or not share.may_be_empty:
             return result
         result = cut(rows, result)
-        # Results of steps of Keras are weighted by rows; a program's own may be summed.
-        return result if step is not None else tf.nest.map_structure(share.left_out, result)
+        if step is not None:
+            return result  # it is weighted by rows; a program's own may be summed
+
+        def left_out(value: Value) -> Value:
+            """Zeros for a number that may be computed from a batch without rows."""
+            number = isinstance(value, tf.Tensor) and (value.dtype.is_floating or value.dtype.is_integer)
+            return share.only_if_rows(value) if number and share.depends_on_rows(value) else value
+
+        return tf.nest.map_structure(left_out, result)
 
     return shared
 
@@ -449,24 +457,8 @@ def is_reducing_gradients() -> bool:
     return _current.gradients is not None
 
 
-def depends_on(values: Iterable[tf.Tensor], sources: Iterable[tf.Tensor], ends: Iterable[tf.Tensor] = ()) -> bool:
-    """Whether some of `values`, tensors in graphs, may be computed from `sources`; what `ends` are from does not count.
-
-    What a function within gets as an argument may be. Only the first dimension of what comes from rows is itself from
-    rows.
-    """
-    wanted, known = {id(each) for each in sources}, {id(each) for each in ends}
-
-    def goes_on(tensor: tf.Tensor) -> bool:
-        return id(tensor) not in known and not _is_size_within_row(tensor.op)
-
-    return any(
-        id(each) in wanted or (id(each) not in known and is_argument(each)) for each in computed_from(values, goes_on)
-    )
-
-
 def _is_size_within_row(op: tf.Operation) -> bool:
-    """Whether `op` takes sizes of a tensor, not of its first dimension."""
+    """Whether `op` takes sizes of a tensor, but not of its first dimension, which alone is from rows."""
     if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
         return False
     begin = tf.get_static_value(op.inputs[1])
