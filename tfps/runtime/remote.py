@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.runtime.transfers import DeferredUpdate, Group
+from tfps.runtime.transfers import DeferredUpdate, Group, Pushed
 from tfps.types import Array, Value, Variable
 
 _NO_BYTES = np.empty(0, np.uint8)
@@ -248,10 +248,8 @@ class RemoteUpdate(DeferredUpdate):
         super().__init__(bucket, spec, messages, group)
         self._brings = brings
 
-    def collect(
-        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
-    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
-        if (collected := super().collect(graph_run, data, indices, times)) is None:
+    def collect(self, *message: tf.Tensor) -> Pushed | None:
+        if (collected := super().collect(*message)) is None:
             return None
         number, data, indices = collected
         self.step_scalars = self._brings(np.frombuffer(memoryview(indices), np.float64).tolist())

@@ -250,7 +250,7 @@ class Runtime:
             if replies[0].error is not None:
                 raise replies[0].error
             if self.recorder.enabled:
-                self.spans.ready(begin, bucket, spec, step, _size(as_bytes(payload)))
+                self.spans.ready(begin, bucket, spec, step, len(as_bytes(payload) or b""))
                 self.spans.waited(begin, self.spans.now(), bucket, spec, step)
             return replies[0]
 
@@ -302,7 +302,7 @@ class Runtime:
     def _pump(self) -> None:
         dequeue = tf.raw_ops.QueueDequeueV2
         while not (self._closed.is_set() and int(self._messages.size()) == 0):
-            identity, graph_run, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
+            identity, graph_run, *message, results = dequeue(handle=self.queue, component_types=MESSAGE)
             if int(identity) == _CLOSED:
                 self._closed.wait()
                 continue
@@ -318,11 +318,11 @@ class Runtime:
                 transfer.waiting.append(results)
             self._starting = True
             try:
-                self._start(transfer, graph_run, data, indices, times)
+                self._start(transfer, graph_run, *message)
             except Exception as error:  # this thread must survive: everything depends on it
                 self._break(transfer, error)
             self._starting = False
-            del transfer
+            del transfer, message
             if self._retired:
                 idle = int(self._messages.size()) == 0
                 while idle and self._retired:  # their graphs are gone: no more messages can come
@@ -335,11 +335,8 @@ class Runtime:
         self.exchange.fail(error)
         transfer.fail(error)
 
-    def _start(
-        self, transfer: Transfer, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
-    ) -> None:
-        collected = transfer.collect(graph_run, data, indices, times)
-        if collected is None:
+    def _start(self, transfer: Transfer, graph_run: tf.Tensor, *message: tf.Tensor) -> None:
+        if (collected := transfer.collect(graph_run, *message)) is None:
             return
         number, data, indices = collected
         payload: Payload | None = memoryview(data)
@@ -354,7 +351,7 @@ class Runtime:
         step = self.push(transfer, payload, graph_run, data)
         if update is not None:
             if self.recorder.enabled:
-                self.spans.sent(update, step, number, _size(payload), done)
+                self.spans.sent(update, step, number, len(payload or b""), done)
             if update.whole:
                 self.spans.count()
 
@@ -418,10 +415,6 @@ class Runtime:
         with self._progress:
             self._progress.notify_all()
         logger.error("tfps: training stopped: %s", error)
-
-
-def _size(payload: Payload | None) -> int:
-    return 0 if payload is None else len(payload)
 
 
 def _on_host(work: Callable[[], None]) -> None:

@@ -213,7 +213,7 @@ class InnerStep(Transfer):
         self.awaited: list[Awaited] = []
         self._spans = spans
 
-    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor, /) -> None:
         if self._spans.recorder.enabled:
             self._spans.inner_step(int(graph_run), times.numpy().tolist(), self.awaited)
         self._spans.count()

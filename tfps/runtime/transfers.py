@@ -16,6 +16,7 @@ from tfps.graph.ops import Gate, answer
 from tfps.types import Function
 
 UNDECLARED = -1  # in place of a bucket's id
+Pushed = tuple[int, tf.Tensor, tf.Tensor]  # graph run, data and indices of a round
 _NO_BYTES = np.empty(0, np.uint8)
 
 
@@ -34,9 +35,7 @@ class Transfer:
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
         self.times: list[tf.Tensor] = []  # of the round's messages, the first replica's first
 
-    def collect(
-        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
-    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor, /) -> Pushed | None:
         """Returns what to push once all messages of the round are here, else None. Called by the pump thread.
 
         With several local replicas one message carries their sum; the others only confirm that their replica has closed
@@ -115,12 +114,10 @@ class Pull(Transfer):
         self.waiting: deque[tf.Tensor] = deque()
         self.declare: Callable[[], None] = lambda: None  # for a graph whose first run was not noticed
 
-    def collect(
-        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
-    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
+    def collect(self, *message: tf.Tensor) -> Pushed | None:
         if self.bucket == UNDECLARED:
             self.declare()
-        return super().collect(graph_run, data, indices, times)
+        return super().collect(*message)
 
     def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         answer(self.waiting.popleft(), ["", graph_run, data, indices])
