@@ -27,15 +27,7 @@ from tfps.graph import ops as graph_ops
 from tfps.graph.patches import Patch, scope_outside
 from tfps.keras_hooks.keras_private import decays, product_of_momentums, strategy_of_optimizer, trained_variables
 from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
-from tfps.runtime.remote import (
-    RULES,
-    RemoteParameter,
-    RemoteRule,
-    RemoteSlot,
-    RemoteUpdate,
-    bring,
-    pieces_of,
-)
+from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot, RemoteUpdate, bring, pieces_of
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Callback, Function, Optimizer, Structure, Value, Variable

@@ -19,19 +19,7 @@ from tfps.errors import TfpsError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
-from tfps.trace.step_times import (
-    NEGLIGIBLE,
-    Interval,
-    Intervals,
-    Limit,
-    StepTimes,
-    clip,
-    limit_of,
-    overlap,
-    step_times,
-    total,
-    union,
-)
+from tfps.trace.step_times import NEGLIGIBLE, Interval, Intervals, Limit, clip, limit_of, overlap, total, union
 
 MIN_STEPS = 4
 _LINK = " link ("  # in a limit
@@ -226,11 +214,12 @@ def make_report(
     buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
     rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]
     backward = _backward(rounds)
-    steps, factors = zip(*(_explain(now, after, backward, stepping) for now, after in pairwise(rounds)), strict=True)
+    explained = (_explain(now, after, backward, stepping) for now, after in pairwise(rounds))
+    waits_ns, exchanges_ns, factors = zip(*explained, strict=True)
     ends = [max(one.ready_s for one in step) for step in rounds]
     step_s = statistics.median(after - now for now, after in pairwise(ends))
-    exposed_s = min(_median_s(step.exposed_ns for step in steps), step_s)
-    wire_s = _median_s(step.under_way_ns for step in steps)
+    exposed_s = min(statistics.median(waits_ns) / 1e9, step_s)
+    wire_s = statistics.median(exchanges_ns) / 1e9
     factor = statistics.median(factors)
     layers = tuple(
         Layer(history.name, factor * seconds, seconds, history.nbytes)
@@ -301,14 +290,16 @@ def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
 
 def _explain(
     now: Sequence[Round], after: Sequence[Round], backward: Sequence[float], stepping: Stepping
-) -> tuple[StepTimes, float]:
-    """Returns the step from the last gradient of `now` to that of `after`, and its forward/backward time ratio."""
+) -> tuple[int, int, float]:
+    """Returns waits and exchanges (ns) from the last gradient of `now` to that of `after`, and forward over backward."""
     start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
     bounds = _ns(start_s, max(one.ready_s for one in after))
     exchanges = [_ns(*one) for one in (*now, *after)]
+    exchanges_ns = total(clip(union(exchanges), *bounds))
     if stepping.in_parts:
-        times = step_times(bounds, [bounds], stepping.waits_in(bounds, exchanges), [], union(exchanges))
-        return times, max(times.compute_ns / 1e9 / sum(backward) - 1, 0.0) if sum(backward) else 0.0
+        waits_ns = total(stepping.waits_in(bounds, exchanges))
+        compute_s = (bounds[1] - bounds[0] - waits_ns) / 1e9
+        return waits_ns, exchanges_ns, max(compute_s / sum(backward) - 1, 0.0) if sum(backward) else 0.0
     # The first gradient's backward time is included, too: as if its layers were passed twice more.
     weights = [*backward[:-1], 3 * backward[-1]]
 
@@ -322,8 +313,7 @@ def _explain(
 
     most = (end_s - start_s) / sum(weights) if sum(weights) else 0.0
     factor, _ = _bisect(most, lambda factor: run(factor)[0] < end_s)
-    gates = clip(run(factor)[1], *_ns(start_s, end_s))
-    return step_times(bounds, [bounds], gates, [], union(exchanges)), factor
+    return total(clip(run(factor)[1], *_ns(start_s, end_s))), exchanges_ns, factor
 
 
 def _bisect(high: float, is_below: Callable[[float], bool]) -> tuple[float, float]:
@@ -337,10 +327,6 @@ def _bisect(high: float, is_below: Callable[[float], bool]) -> tuple[float, floa
 
 def _ns(begin_s: float, end_s: float) -> Interval:
     return round(begin_s * 1e9), round(end_s * 1e9)
-
-
-def _median_s(times_ns: Iterable[int]) -> float:
-    return statistics.median(times_ns) / 1e9
 
 
 def _busy(links: Sequence[Link]) -> list[Link]:
