@@ -119,25 +119,16 @@ class LastBatch:
 
 
 class Share:
-    """One replica's part of the batch of one step. Used by the thread that traces or runs this replica.
-
-    Args:
-        rows: of this replica, int64 scalar.
-        replicas: in the whole job.
-        last: rows of the whole job and of this replica as last noted, if the graph takes batches itself.
-        sum_rows: sums `rows` over all replicas, by an exchange.
-        step: None if the replica function is a program's own.
-        inputs: the batch, in the graph of the replica function.
-    """
+    """One replica's part of the batch of one step. Used by the thread that traces or runs this replica."""
 
     def __init__(
         self,
-        rows: tf.Tensor,
-        replicas: int,
-        last: tuple[tf.Tensor, tf.Tensor] | None,
-        sum_rows: Callable[[tf.Tensor], tf.Tensor],
-        step: KerasStep | None = None,
-        inputs: Structure = (),
+        rows: tf.Tensor,  # of this replica, int64 scalar
+        replicas: int,  # in the whole job
+        last: tuple[tf.Tensor, tf.Tensor] | None,  # as last noted, if the graph takes batches: of the job, and of this
+        sum_rows: Callable[[tf.Tensor], tf.Tensor],  # sums rows over all replicas, by an exchange
+        step: KerasStep | None = None,  # None if the replica function is a program's own
+        inputs: Structure = (),  # the batch, in the graph of the replica function
     ) -> None:
         self.graph = None if tf.executing_eagerly() else ops.get_default_graph()
         self.rows, self.replicas, self.step = rows, replicas, step
@@ -207,7 +198,7 @@ class Share:
         return one if total is None else self._if_known(total, _ratio(self.rows * self.replicas, total, dtype), one)
 
     def weight(self, even: tf.Tensor, *, exchange: bool | None = None) -> tf.Tensor:
-        """Returns the weight of this replica's mean in the mean over the batch; `even` if nobody knows the rows of all.
+        """Returns the weight of this replica's mean in that of the batch; `even` if nobody knows the rows of all.
 
         If the result is being differentiated, or with `exchange`, all replicas must call this together.
         """
@@ -217,9 +208,8 @@ class Share:
         return even if total is None else self._if_known(total, _ratio(self.rows, total, even.dtype), even)
 
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """Returns what makes this replica's mean over something else than rows count by its `amount` of that.
+        """Returns (amount / all amounts) / (rows / all rows): by this factor a mean counts by `amount` instead of rows.
 
-        Where a mean is weighted by rows, a factor of (amount / all amounts) / (rows / all rows) has that effect.
         Exactly 1 if all replicas have as much, and as many rows. All replicas must call this together.
         """
         amount = self.only_if_rows(tf.stop_gradient(tf.cast(amount, tf.float64)))

@@ -170,15 +170,10 @@ def bring(
     pieces: Sequence[RemotePiece],
     scalars: Sequence[float],
     *,
-    ahead: bool = False,
-    apart: bool,
+    ahead: bool = False,  # whether changes come back, so that pservers may be ahead of workers
+    apart: bool,  # whether ranks step by themselves (mode "async")
 ) -> bytes:
-    """Writes what `bucket` lacks, right before a push of it; returns the push's scalars.
-
-    Args:
-        ahead: changes come back, so pservers may be ahead of workers.
-        apart: ranks step by themselves (mode "async").
-    """
+    """Writes what `bucket` lacks, right before a push of it; returns the push's scalars."""
     first, mark = exchange.rank == 0, 0
     writes: list[tuple[int, int, Array]] = []
     for index, piece in enumerate(pieces):

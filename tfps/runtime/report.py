@@ -30,22 +30,14 @@ _HALVINGS = 50
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
-    """When workers exchange what.
+    """When workers exchange what."""
 
-    Attributes:
-        inner_steps: from one exchange of a bucket to the next; 1: every step exchanges all.
-        fragments, overlap_steps: of `Config`.
-        waits: whether workers wait for each other's steps.
-        whole_replies: whether replies are parameters, not compressed as gradients are.
-        every_step: whether each step exchanges gradients that all wait for, so that other ways to train are faster.
-    """
-
-    inner_steps: int = 1
-    fragments: int = 1
+    inner_steps: int = 1  # from one exchange of a bucket to the next; 1: every step exchanges all
+    fragments: int = 1  # this and the next: of `Config`
     overlap_steps: int = 0
-    waits: bool = True
-    whole_replies: bool = False
-    every_step: bool = True
+    waits: bool = True  # whether workers wait for each other's steps
+    whole_replies: bool = False  # whether replies are parameters, not compressed as gradients are
+    every_step: bool = True  # whether each step exchanges gradients that all wait for: other ways to train are faster
 
     @property
     def in_parts(self) -> bool:
@@ -53,10 +45,7 @@ class Stepping:
         return self.fragments > 1 or self.overlap_steps > 0
 
     def waits_in(self, bounds: Interval, exchanges: Sequence[Interval]) -> Intervals:
-        """When a worker waited in a round from one exchange of all to the next, in nanoseconds.
-
-        `exchanges`: from when a bucket was ready until its variables had come; of the rounds that `bounds` touches.
-        """
+        """When a worker waited (ns) in a round from one exchange of all to the next."""
 
         def waits(step_ns: float) -> Intervals:
             begins = ((ready + round(self.overlap_steps * step_ns), done) for ready, done in exchanges)
@@ -291,7 +280,7 @@ def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
 def _explain(
     now: Sequence[Round], after: Sequence[Round], backward: Sequence[float], stepping: Stepping
 ) -> tuple[int, int, float]:
-    """Returns waits and exchanges (ns) from the last gradient of `now` to that of `after`, and forward over backward."""
+    """Returns waits and exchanges (ns) from the last gradient of `now` to that of `after`, and forward / backward."""
     start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
     bounds = _ns(start_s, max(one.ready_s for one in after))
     exchanges = [_ns(*one) for one in (*now, *after)]
@@ -367,12 +356,9 @@ def _limit(
 
 
 def least_step_s(layers: Iterable[tuple[float, int]], compute_s: float, exchange_s: Callable[[int], float]) -> float:
-    """Returns the lower bound of a step in seconds (docs/lower_bound.md).
+    """Returns the lower bound of a step (docs/lower_bound.md), of `compute_s` without any waiting.
 
-    Args:
-        layers: in forward order, seconds of forward and backward together, and bytes.
-        compute_s: of a step without any waiting.
-        exchange_s: lower bound of the time to exchange a number of bytes.
+    `layers`, in forward order: seconds of forward and backward together, and bytes. `exchange_s` bounds an exchange.
     """
     best, before_s, nbytes = compute_s, 0.0, 0
     for layer_s, layer_bytes in layers:

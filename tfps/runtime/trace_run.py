@@ -150,14 +150,9 @@ class TraceRun:
         self._capture: Capture | None = None
 
     def stop(self, choose: Callable[[Sequence[int]], Sequence[int]] = lambda steps: steps, settle: bool = True) -> None:
-        """Stops recording and writes the capture, once the last step's updates are done.
-
-        Args:
-            choose: returns the requested steps among the recorded ones.
-            settle: wait for pending updates; only while nothing is being sent.
-        """
+        """Stops recording and writes the steps that `choose` takes; with `settle` once their updates have ended."""
         self._runtime.capturing = None
-        if settle:
+        if settle:  # only while nothing is being sent
             self._runtime.settle(_SETTLE_S)
         exchange, workers = self._runtime.exchange, self._runtime.exchange.view.workers
         steps = [number for number, begin_ns in list(self._runtime.spans.steps) if begin_ns >= self._begin_ns]
