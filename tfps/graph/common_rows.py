@@ -1,8 +1,6 @@
 """Sparse gradients of lookups that all replicas make alike, as those of positions: summed, not gathered.
 
-An optimizer that squares a sparse gradient (Adam) squares it slice by slice, one for each lookup. A lookup of something
-that is not in the batch (positions of a sequence, a constant id, a tied embedding's whole table) is one lookup in one
-process, but every replica makes it: its slices are summed. Until then their indices travel as -1 - index.
+In one process each is one slice, and Adam squares slice by slice. Until then their indices travel as -1 - index.
 
 Tested in tests/graph/test_common_rows.py.
 """

@@ -1,7 +1,6 @@
 """The graph ops of tfps: gates, sends, pulls, and the conversion between tensors and bytes.
 
-All are ordinary TensorFlow ops. Queue ops are asynchronous kernels: while they wait they hold no pool thread, so a
-hundred closed gates cannot deadlock a pool of one thread (blocking kernels, `py_function` or Unstage would).
+Queue ops are asynchronous kernels: a hundred closed gates hold no thread of a pool (`py_function` or Unstage would).
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ def tensor_of(array: Array) -> tf.Tensor:
 class Gate:
     """Makes readers of one variable, or of several that are updated together, wait (on one device).
 
-    A queue that holds one token while the values are current: "" or, after a failure, the error's text, which every
-    reader then raises.
+    A queue that holds one token while the values are current: "" or, after a failure, an error that all readers raise.
     """
 
     def __init__(self, name: str) -> None:
@@ -194,10 +192,8 @@ def _pass_function(variables: int) -> tf_private.ConcreteFunction:
 def pass_gate(gate: Gate, variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Operation:
     """Makes every later use of the resources `variables` in the current graph wait until `gate` is open.
 
-    Returns the op that passes the gate; its inputs after the first are the variables.
-
-    `after`: the step's input. A step that ends before it has its input (as at the end of the data) must not be stopped
-    while it holds a token.
+    Returns the op that passes it, whose inputs after the first are the variables. `after`: the step's input. A step that
+    ends before it has its input (as at the end of the data) must not be stopped while it holds a token.
     """
     return _call(_pass_function(len(variables)), [gate.handle, *variables], after).op
 
@@ -362,26 +358,26 @@ def computed_from(
         seen.add(id(tensor))
         yield tensor
         if tf.is_symbolic_tensor(tensor) and goes_on(tensor):
-            left += _captured(tensor) or tensor.op.inputs  # captures lead to outer graphs
+            captured = _captured(tensor)  # leads to the graph around
+            left += tensor.op.inputs if captured is None else [captured]
 
 
 def is_argument(tensor: Value) -> bool:
     """Whether `tensor` is an argument of a function in a graph, and not captured from around it."""
-    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and not _captured(tensor)
+    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and _captured(tensor) is None
 
 
 def outside(tensor: Value) -> Value:
     """Returns what `tensor` stands for outside of the graphs that capture it."""
-    while tf.is_symbolic_tensor(tensor) and (captured := _captured(tensor)):
-        (tensor,) = captured
+    while tf.is_symbolic_tensor(tensor) and (captured := _captured(tensor)) is not None:
+        tensor = captured
     return tensor
 
 
-def _captured(tensor: tf.Tensor) -> list[tf.Tensor]:
+def _captured(tensor: tf.Tensor) -> tf.Tensor | None:
     """Returns the tensor around its graph that the placeholder `tensor` stands for, if it does."""
-    if tensor.op.type != "Placeholder":
-        return []
-    return [each for each, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
+    captures = getattr(tensor.graph, "captures", ()) if tensor.op.type == "Placeholder" else ()
+    return next((each for each, inside in captures if inside is tensor), None)
 
 
 def before(op: tf.Operation) -> list[tf.Operation]:

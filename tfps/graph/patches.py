@@ -1,7 +1,6 @@
 """How an attribute of Keras or TensorFlow is replaced, and how a replacement knows the models of tfps.
 
-A module that replaces something lists it in a tuple `PATCHES`; `tfps/strategy/patches.py` is the table of all. Each
-attribute is replaced once. What has to happen there in an order, its one replacement calls.
+Each attribute is replaced once, by an entry of a tuple `PATCHES`; `tfps/strategy/patches.py` is the table of all.
 
 Tested in tests/strategy/test_patches.py.
 """

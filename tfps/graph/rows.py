@@ -1,8 +1,6 @@
 """The rows of a replica's batch: how many there are, and one that counts for nothing where there are none.
 
-Models fail on batches of no rows, TensorFlow's own kernels and Keras' layers included. So a replica without rows gets
-the first row of its last batch that had any, or zeros before that. What it makes of that row `Share` leaves out; what
-it returns for each row is cut off.
+Models fail on batches of no rows: such a replica gets the first row of its last batch that had any, or zeros.
 
 Tested in tests/graph/test_rows.py and tests/graph/test_shares.py.
 """

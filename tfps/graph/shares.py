@@ -1,7 +1,6 @@
 """Counts the rows of a step's batch that each replica has, and weights its part of a mean over the whole batch.
 
-A loss is a mean over rows. If a batch does not divide evenly, the mean of the replicas' means is not the mean over the
-batch: a replica with k of n rows counts k / n. docs/design.md, "Who weights what", says what is weighted where.
+A replica with k of n rows counts k / n. docs/design.md, "Who weights what", says what is weighted where.
 
 Tested in tests/graph/test_shares.py.
 """
@@ -54,8 +53,7 @@ def _warn_of_empty_first(structure: Structure) -> None:
 class LastBatch:
     """Rows of the last batch that one strategy's graphs took, and of the last ones given to its local `replicas`.
 
-    Kept in variables, not tensors: Keras nests functions, and what one captures of another's graph is lost when a
-    third calls it.
+    In variables, as Keras nests functions: a tensor that one captures of another's graph is lost when a third calls it.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -168,10 +166,7 @@ class Share:
 
     @property
     def trains(self) -> bool:
-        """Whether something has been, or is being, differentiated here.
-
-        Elsewhere, as in evaluation, what was noted last is of another batch.
-        """
+        """Whether something has been, or is being, differentiated; else what was noted last is of another batch."""
         if self.step is not None:
             return self.step == "training"
         if is_differentiated() or _current.gradients or self.graph is None:
@@ -273,10 +268,10 @@ class Share:
 
 
 class NestedShare(Share):
-    """What a nested function knows of its replica: whether it has rows, and in steps of Keras how many all have.
+    """What a nested function, which reads a variable, knows: its rows, and in steps of Keras how many all have.
 
-    Such a function is traced once, for training and evaluation alike: it reads a variable. A program's own means, and
-    those over something else than rows, are not weighted in it. `around` is the replica function's.
+    It is traced once, for training and evaluation alike. A program's own means, and those over other things
+    than rows, are not weighted in it. `around` is the replica function's.
     """
 
     def __init__(

@@ -72,8 +72,7 @@ class GateWatch:
 class Rounds:
     """Detects steps that an error stopped between two sends. Pump thread only.
 
-    Gates order the sends of one bucket: once a later step sends a bucket, an earlier step that has sent only others of
-    its group never will, and rounds would no longer belong to the same step on all ranks.
+    Gates order the sends of a bucket: once a later step sends it, an earlier one that has sent others never will.
     """
 
     def __init__(self) -> None:

@@ -47,11 +47,10 @@ def overlapping_profiles(log_dir: str | Path, since_s: float) -> list[Path]:
 def write_xplane(
     capture: Capture, path: str | Path, profiles: Sequence[Path] = (), wall_offset_ns: int | None = None
 ) -> None:
-    """Writes one file: all of TensorFlow's `profiles`, then a plane per process.
+    """Writes one file: all of TensorFlow's `profiles`, then a plane per process, whose lines are rows of lanes.
 
-    Lines are rows of lanes, since events of one line must not overlap. TensorFlow's lines count from the start of its
-    profile, given in wall clock time; they are moved to the capture's clock if the difference is known
-    (`wall_offset_ns`, the wall clock minus the capture's).
+    Profiles count from their start in wall clock time; they are moved to the capture's clock if `wall_offset_ns`, the
+    difference, is known.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,12 +128,9 @@ _END_S = 60.0  # for a capture that is written when the strategy is closed
 
 
 class TraceRun:
-    """A capture being recorded. Rank 0 only.
+    """A capture being recorded for `tensorboard --logdir`, by default under the time as its name. Rank 0 only.
 
-    Args:
-        log_dir: the directory for `tensorboard --logdir`.
-        name: of the run; None for the current time.
-        of_fit: started by a callback, which is not told if an exception ends `fit`.
+    `of_fit`: started by a callback, which is not told if an exception ends `fit`.
     """
 
     def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None, *, of_fit: bool = False) -> None:

@@ -12,13 +12,10 @@ from tfps.errors import TfpsError
 
 
 class UpdateExecutor:
-    """Runs calls, most urgent first. One that is more urgent than all that run does not wait for them.
+    """Runs calls, most urgent first. One that is more urgent than all that run gets a thread at once, others wait.
 
-    It gets a thread at once; all others wait until they are the most urgent. So calls of equal priority never run at
-    the same time, and usually one thread is enough: the first, which starts here. Where the system starts no more
-    threads, a call waits for those that run, however urgent it is.
-
-    `around` runs the loop of each thread, in whatever context the calls need.
+    So calls of equal priority never run at the same time, and usually one thread is enough. If the system starts no more
+    threads, a call waits for those that run. `around` runs the loop of each thread, in whatever context calls need.
     """
 
     def __init__(self, around: Callable[[Callable[[], None]], None]) -> None:
