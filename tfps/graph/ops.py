@@ -192,7 +192,7 @@ def _pass_function(variables: int) -> tf_private.ConcreteFunction:
 def pass_gate(gate: Gate, variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Operation:
     """Makes every later use of the resources `variables` in the current graph wait until `gate` is open.
 
-    Returns the op that passes it, whose inputs after the first are the variables. `after`: the step's input. A step that
+    Returns the op that passes it, whose other inputs are the variables. `after`: the step's input; a step that
     ends before it has its input (as at the end of the data) must not be stopped while it holds a token.
     """
     return _call(_pass_function(len(variables)), [gate.handle, *variables], after).op

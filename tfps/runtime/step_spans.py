@@ -12,7 +12,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,19 +35,6 @@ class Awaited(NamedTuple):
     variable: int  # the position of the one whose read has a timestamp
 
 
-@dataclass(eq=False)
-class _Step:
-    """A step with some of its sends; nanoseconds of the recorder's clock, 0 if unknown."""
-
-    asked_ns: int
-    missing: int
-    number: int = -1  # unknown until a message has the times of the forward pass
-    begin_ns: int = 0
-    forward_ns: int = 0
-    first_ns: int = 0
-    last_ns: int = 0
-
-
 class StepSpans:
     """Records what one worker does while the recorder is on; `sent` is called by the pump thread."""
 
@@ -62,7 +48,9 @@ class StepSpans:
         self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; by tfps-apply
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
-        self._open: dict[int, _Step] = {}  # by graph run; pump thread only
+        # Of steps with some of their sends, by graph run: when gradients were ready; number, and times of the forward
+        # pass, once known. Pump thread only.
+        self._open: dict[int, tuple[list[int], list[tuple[int, int, int]]]] = {}
         self._rounds: dict[int, int] = {}  # by bucket: its last one that was sent and recorded; pump thread only
         self._until_ns = 0  # the end of the last step
         self._asked_ns = 0  # the first request for a batch outside of a graph
@@ -95,16 +83,15 @@ class StepSpans:
         if graph_run not in self._open:
             while len(self._open) >= _STEPS_OPEN:  # the step was stopped, or recording began in the middle of it
                 del self._open[next(iter(self._open))]
-            self._open[graph_run] = _Step(self._begin_of(graph_run), len(transfer.group), first_ns=ready)
-        open_step = self._open[graph_run]
-        open_step.missing -= 1
-        open_step.first_ns, open_step.last_ns = min(open_step.first_ns, ready), max(open_step.last_ns, ready)
+            self._open[graph_run] = [], []
+        gradients, passes = self._open[graph_run]
+        gradients.append(ready)
         if transfer.whole:
-            open_step.number, open_step.begin_ns, open_step.forward_ns = step, begin, forward
-        if not open_step.missing:
+            passes.append((step, begin, forward))
+        if len(gradients) == len(transfer.group):
             del self._open[graph_run]
-            if open_step.number >= 0:
-                self._record(open_step)
+            if passes:
+                self._record(graph_run, *passes[0], min(gradients), max(gradients))
 
     def count(self) -> None:
         self.counted += 1
@@ -113,9 +100,7 @@ class StepSpans:
 
     def inner_step(self, graph_run: int, times: Sequence[float], awaited: Sequence[Awaited]) -> None:
         """Records a step of a local mode. The end of the last exchange of a bucket opened its gate, if it did wait."""
-        number = int(times[1])
         ready, begin, forward, *waits = map(self._ns, (times[0], *times[2:]))
-        step = _Step(self._begin_of(graph_run), 0, number, begin, forward, ready, ready)
         for (bucket, spec, variable), wanted, opened in zip(awaited, waits[::2], waits[1::2], strict=True):
             done, end = self.done.get(bucket, (-1, 0))
             last = self._rounds.get(bucket, done)
@@ -123,19 +108,22 @@ class StepSpans:
             opened = min(opened, ready, max(end, wanted)) if done == last else min(opened, ready)
             if wanted and opened - wanted > _WAITED_NS:
                 self.waited(wanted, opened, bucket, spec, last, variable)
-        self._record(step)
+        self._record(graph_run, int(times[1]), begin, forward, ready, ready)
 
-    def _record(self, step: _Step) -> None:
-        """Records the spans of a complete step, which begin no earlier than the previous step ended."""
-        asked = max(step.asked_ns, self._until_ns)
-        forward = min(step.forward_ns or step.first_ns, step.first_ns)
-        begin = max(min(step.begin_ns or asked, forward), self._until_ns)
-        forward, end = max(forward, begin), max(step.last_ns, begin)
+    def _record(self, graph_run: int, number: int, begin: int, forward: int, first: int, last: int) -> None:
+        """Records the spans of a complete step, which begin no earlier than the previous step ended.
+
+        The run of its graph is the time when that began. `first` and `last`: when gradients were ready.
+        """
+        asked = max(self._ns(float(np.int64(graph_run).view(np.float64))), self._until_ns)
+        forward = min(forward or first, first)
+        begin = max(min(begin or asked, forward), self._until_ns)
+        forward, end = max(forward, begin), max(last, begin)
         if begin - asked > _WAITED_NS:
-            self._span("input", asked, begin, step=step.number)
-        self._step(step.number, min(self._asked(begin), asked), end)
-        self._span("forward", begin, forward, step=step.number)
-        self._span("backward", forward, end, step=step.number)
+            self._span("input", asked, begin, step=number)
+        self._step(number, min(self._asked(begin), asked), end)
+        self._span("forward", begin, forward, step=number)
+        self._span("backward", forward, end, step=number)
 
     def ready(self, at_ns: int, bucket: int, spec: BucketSpec, step: int, nbytes: int) -> None:
         """Records that a bucket's gradient is ready on the host."""
@@ -190,10 +178,6 @@ class StepSpans:
         self._span("step", begin_ns, end_ns, step=number)
         self.steps.append((number, begin_ns))
         self._until_ns = end_ns
-
-    def _begin_of(self, graph_run: int) -> int:
-        """Returns when this run of a graph began: its number is a time."""
-        return self._ns(float(np.int64(graph_run).view(np.float64)))
 
     def _ns(self, seconds: float) -> int:
         """Converts a note to nanoseconds of the recorder's clock; 0 stays 0."""
