@@ -15,7 +15,7 @@ class UpdateExecutor:
     """Runs calls, most urgent first. One that is more urgent than all that run gets a thread at once, others wait.
 
     So calls of equal priority never run at the same time, and usually one thread is enough. If the system starts no
-    more threads, a call waits for those that run. `around` runs the loop of each thread, in the context that calls need.
+    more threads, a call waits for those that run. `around` runs the loop of each thread, in the calls' context.
     """
 
     def __init__(self, around: Callable[[Callable[[], None]], None]) -> None:
