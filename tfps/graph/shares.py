@@ -83,9 +83,8 @@ class LastBatch:
 
     def of_graph(self) -> tf.Tensor | None:
         """Returns the rows noted last; None if the current and outer graphs take batches of no or several iterators."""
-        taken: set[int] = set()
-        for graph in outer_graphs(ops.get_default_graph()):
-            taken.update(map(id, getattr(graph, self._name, ())))
+        graphs = outer_graphs(ops.get_default_graph())
+        taken = {id(iterator) for graph in graphs for iterator in getattr(graph, self._name, ())}
         if len(taken) != 1:
             return None
         with tf.device(HOST):

@@ -26,18 +26,12 @@ _MANY = 4  # tensors returned at most
 _PARAMETERS = ("Const", "ReadVariableOp", "Placeholder")
 
 
-class PassedGate(NamedTuple):
-    """A gate passed in a graph: the op that passes it, and the variable's handle there."""
-
-    op: tf.Operation
-    handle: tf.Tensor
-
-
 @dataclass(eq=False)
 class PassedGates:
-    """The first pass of each gate in one graph, by unique id of the variable and replica."""
+    """The gates that one graph has passed."""
 
-    by_variable: dict[tuple[str, int], PassedGate] = field(default_factory=dict)
+    # By unique id of the variable and replica: the op that first passes the gate, and the variable's handle there.
+    by_variable: dict[tuple[str, int], tuple[tf.Operation, tf.Tensor]] = field(default_factory=dict)
     noted: int = 0  # number of ops that belong to steps already sent
 
 
@@ -81,10 +75,10 @@ class Timestamps:
     def _read(self, variables: Sequence[str]) -> tuple[list[Value], int]:
         """Returns when the first of `variables` read in this graph was wanted and its gate was open; its position."""
         for number, variable in enumerate(variables):
-            passed = self._passed.by_variable.get((variable, self._replica))
-            if passed is not None:
-                operands = self._landmarks.first_use(passed.handle)
-                return ([now_after(_probes(operands)), now_after([passed.op])] if operands else []), number
+            if (passed := self._passed.by_variable.get((variable, self._replica))) is not None:
+                op, handle = passed
+                operands = self._landmarks.first_use(handle)
+                return ([now_after(_probes(operands)), now_after([op])] if operands else []), number
         return [], -1
 
     def _step(self) -> list[Value]:

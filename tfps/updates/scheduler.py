@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
-from tfps.graph.timestamps import NotedTimes, PassedGate, Timestamps
+from tfps.graph.timestamps import NotedTimes, Timestamps
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Function, Value
@@ -118,7 +118,7 @@ class UpdateScheduler:
         """Notes that the op `passed` passes the gate of `variables` in `graph`."""
         gates = self.state(graph).passed.by_variable
         for position, variable in enumerate(variables, 1):
-            gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[position]))
+            gates.setdefault((variable._unique_id, replica), (passed, passed.inputs[position]))
 
     def group_gates(self, variables: Iterable[GatedVariable]) -> None:
         """Groups small ones of `variables`, which one optimizer updates; see pending.py."""
