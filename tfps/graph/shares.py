@@ -123,7 +123,7 @@ class Share:
         rows: tf.Tensor,  # of this replica, int64 scalar
         replicas: int,  # in the whole job
         last: tuple[tf.Tensor, tf.Tensor] | None,  # as last noted, if the graph takes batches: of the job, and of this
-        sum_rows: Callable[[tf.Tensor], tf.Tensor],  # sums rows over all replicas, by an exchange
+        sum_rows: Callable[[tf.Tensor], tf.Tensor | None],  # over all replicas, by an exchange; None if it cannot
         step: KerasStep | None = None,  # None if the replica function is a program's own
         inputs: Structure = (),  # the batch, in the graph of the replica function
     ) -> None:
@@ -208,7 +208,7 @@ class Share:
         """
         amount = self.only_if_rows(tf.stop_gradient(tf.cast(amount, tf.float64)))
         total, rows = self._sum_rows(amount), self.total(exchange=True)
-        if rows is None:
+        if total is None or rows is None:
             return tf.ones([], dtype)
         alike = tf.constant(1 / self.replicas, tf.float64)
         counted = self._if_known(rows, _ratio(self.rows, rows, tf.float64), alike)
@@ -248,7 +248,8 @@ class Share:
     def counting(self, amount: tf.Tensor, even: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """Weights by this replica's scalar `amount` instead of by rows within the block."""
         amount = tf.stop_gradient(tf.cast(amount, tf.float64))
-        total = self._sum_rows(amount)
+        if (total := self._sum_rows(amount)) is None:
+            return contextlib.nullcontext()
         evenly = tf.equal(amount * self.replicas, total)
         weight = tf.where(evenly, tf.cast(even, tf.float64), tf.math.divide_no_nan(amount, total))
         return replaced(self, "_weight", weight)
@@ -277,7 +278,7 @@ class NestedShare(Share):
         self, last_batch: LastBatch, replica: int, replicas: int, step: KerasStep | None, around: Share | None
     ) -> None:
         rows, total = last_batch.running(replica)
-        super().__init__(rows, replicas, None, tf.identity, step)
+        super().__init__(rows, replicas, None, lambda amount: None, step)
         self._total = total if step is not None else None
         if around is not None:
             self._inputs, self._alike = around._inputs, around._alike
@@ -285,15 +286,6 @@ class NestedShare(Share):
     @property
     def trains(self) -> bool:
         return True  # evaluation counts no differently
-
-    def total(self, *, exchange: bool) -> tf.Tensor | None:
-        return self._total
-
-    def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        return tf.ones([], dtype)
-
-    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
