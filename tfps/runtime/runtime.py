@@ -105,25 +105,24 @@ class DeclaredBuckets:
         May be interrupted (Ctrl-C) on any rank and called again: either all ranks have declared the new keys, and the
         next call knows them, or none has.
         """
+
+        def declare(stop: threading.Event) -> None:
+            with self._declaring:
+                # They may be among the later ones.
+                new = {key: spec for key, spec in dict([*self._later, *buckets]).items() if key not in self._ids}
+                if not any(key in new for key, _ in buckets):
+                    return  # declared by an interrupted call that has only just ended
+                ids = self._exchange.declare(list(new.values()), details, stop)
+                self._declared.update(zip(ids, new.items(), strict=True))
+                self._ids.update(zip(new, ids, strict=True))
+                self._later.clear()
+
         if new := [spec for key, spec in buckets if key not in self._ids]:
             for spec in new:
                 if spec.occasional and self.before is not None:
                     self.before(spec)
-            sheltered(lambda stop: self._declare(buckets, details, stop), wait)
+            sheltered(declare, wait)
         return [self._ids[key] for key, _ in buckets]
-
-    def _declare(
-        self, buckets: Sequence[tuple[Key, BucketSpec]], details: Sequence[str], stop: threading.Event
-    ) -> None:
-        with self._declaring:
-            # They may be among the later ones.
-            new = {key: spec for key, spec in dict([*self._later, *buckets]).items() if key not in self._ids}
-            if not any(key in new for key, _ in buckets):
-                return  # declared by an interrupted call that has only just ended
-            ids = self._exchange.declare(list(new.values()), details, stop)
-            self._declared.update(zip(ids, new.items(), strict=True))
-            self._ids.update(zip(new, ids, strict=True))
-            self._later.clear()
 
     def later(self, key: Key, spec: BucketSpec) -> None:
         """Declares a bucket together with the next new ones, so it costs no extra wait."""

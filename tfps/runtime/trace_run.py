@@ -158,10 +158,13 @@ class TraceRun:
         path = chrome_path(self._log_dir, run)
         write_chrome(capture, path)
         error_ns = max(process.clock_error_ns for process in capture.processes)
+        listed = f"step {capture.steps[0]}" if capture.steps else "no training step"
+        if len(capture.steps) > 1:
+            listed = f"{len(capture.steps)} steps, {capture.steps[0]} to {capture.steps[-1]}"
         logger.info(
             'tfps: recorded %s: %d spans of %s%s, in %s; `tensorboard --logdir %s` shows it in the tab "Parameter '
             'servers", `tfps_trace` in the terminal, https://ui.perfetto.dev as well',
-            _listed(capture.steps),
+            listed,
             len(capture.spans),
             " and ".join(
                 f"{len(own)} {own[0].role}{'s' * (len(own) > 1)}" for own in (capture.workers, capture.pservers) if own
@@ -191,12 +194,6 @@ class TraceRun:
             number += 1
             run = f"{self._name}-{number}"
         return run
-
-
-def _listed(steps: Sequence[int]) -> str:
-    if not steps:
-        return "no training step"
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
 _requests: set[TraceRequest] = set()  # taken by a strategy of this process
