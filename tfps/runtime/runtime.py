@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -37,9 +37,6 @@ from tfps.threads import sheltered
 from tfps.trace.capture import CapturedBucket
 from tfps.trace.recorder import Recorder
 from tfps.worker.client import PATIENCE_S
-
-if TYPE_CHECKING:
-    from tfps.runtime.trace_run import TraceRun
 
 logger = logging.getLogger("tfps")
 _TICK_S = 0.2
@@ -170,7 +167,7 @@ class Runtime:
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; the update executor writes
         self._shared: dict[type, object] = {}
-        self.capturing: TraceRun | None = None  # the capture being recorded
+        self.abandon_capture: Callable[[], None] | None = None  # that a callback records in `fit`
         self._messages_seen = 0  # pump thread writes
         self._exchanged = self._exchanged_now = 0  # exchanges by messages (pump thread), and by `exchange_now`
         self.before_close: list[Callable[[], None]] = []  # called when it begins to close

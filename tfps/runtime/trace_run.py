@@ -136,18 +136,17 @@ class TraceRun:
     def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None, *, of_fit: bool = False) -> None:
         if name is not None and not re.fullmatch(r"[^/\\\0.][^/\\\0]*", name):
             raise ConfigError(f"name of a trace must be a file name, because the run gets it, got {name!r}")
-        self._runtime, self.of_fit = runtime, of_fit
-        self._log_dir = Path(log_dir)
+        self._runtime, self._log_dir = runtime, Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")
         runtime.exchange.captures.start()
-        runtime.capturing = self
+        runtime.abandon_capture = self.abandon if of_fit else None
         self._begin_ns = runtime.spans.now()
         self._begin_s = time.time()
         self._capture: Capture | None = None
 
     def stop(self, choose: Callable[[Sequence[int]], Sequence[int]] = lambda steps: steps, settle: bool = True) -> None:
         """Stops recording and writes the steps that `choose` takes; with `settle` once their updates have ended."""
-        self._runtime.capturing = None
+        self._runtime.abandon_capture = None
         if settle:  # only while nothing is being sent
             self._runtime.settle(_SETTLE_S)
         exchange, workers = self._runtime.exchange, self._runtime.exchange.view.workers
@@ -176,7 +175,7 @@ class TraceRun:
 
     def abandon(self) -> None:
         """Stops recording without writing anything."""
-        self._runtime.capturing = None
+        self._runtime.abandon_capture = None
         with contextlib.suppress(TfpsError):
             self._runtime.exchange.captures.stop([], self._name, [], {})
 
