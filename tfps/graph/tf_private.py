@@ -219,7 +219,7 @@ def of_any_size(element_spec: Structure) -> Structure:
 
 
 def flat_call(function: ConcreteFunction) -> Callable[..., Structure]:
-    """Returns a caller of `function` with tensors as in its signature: in 0.07 ms, as nothing is matched, not 0.16.
+    """Returns a fast caller of `function`: 0.07 ms instead of 0.16 ms, as arguments are not matched with its signature.
 
     All eager calls of the op StatefulPartitionedCall (0.02 ms) share one rendezvous: an error in one may end another.
     """
