@@ -27,7 +27,7 @@ def mark(gradient: tf.IndexedSlices, share: Share | None) -> tf.IndexedSlices | 
 
 
 def merge(gradient: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
-    """Returns the gathered `gradient` with sums of the slices that all `replicas` marked, unless their indices differ."""
+    """Returns the gathered `gradient` with sums of the slices that all `replicas` marked, unless these differ."""
     marked = gradient.indices < 0
     indices = -1 - tf.boolean_mask(gradient.indices, marked)
     values = tf.boolean_mask(gradient.values, marked)
@@ -64,7 +64,7 @@ def _parts(indices: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _marked(indices: tf.Tensor, rows: int | None) -> tf.Tensor:
-    """Marks `indices`, unless they repeat for each of the graph's fixed `rows`: one process with more has more of them."""
+    """Marks `indices`, unless they repeat for each of the graph's fixed `rows`: of those one process has more, too."""
     marked = -1 - indices
     return marked if rows is None or rows < 2 else tf.where(_repeat(indices, rows), indices, marked)
 

@@ -68,14 +68,6 @@ class RemoteParameter:
         return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(worker_view.data))
 
 
-class _Home(NamedTuple):
-    """Where a slot is: a bucket, the number of the slot there, and its first byte."""
-
-    bucket: int
-    number: int
-    begin: int
-
-
 class RemoteSlot:
     """A slot of one variable, `name` in messages, that lives on pservers; at first all its items are `initial`.
 
@@ -86,7 +78,8 @@ class RemoteSlot:
         self, name: str, exchange: Exchange, wait: Callable[[], object], shape: Sequence[int], initial: float
     ) -> None:
         self.name, self.shape, self.initial = name, tuple(shape), initial
-        self.home: _Home | None = None  # where it is; None: nowhere yet
+        # Where it is: a bucket, the number of the slot there, and its first byte; None: nowhere yet.
+        self.home: tuple[int, int, int] | None = None
         self.pending: NDArray[np.float32] | None = None  # was assigned and has not been written yet
         # Whether ranks compare what is written; not at first, nor what all of them take from rank 0.
         self.compared = False
@@ -121,7 +114,7 @@ class RemoteSlot:
         items = math.prod(self.shape)
         if self.home is None:
             return np.full(items, self.initial, np.float32).view(np.uint8)
-        return self._exchange.state.read(self.home.bucket, self.home.number, self.home.begin, 4 * items)
+        return self._exchange.state.read(*self.home, 4 * items)
 
 
 class RemoteRule(abc.ABC):
@@ -201,7 +194,7 @@ def bring(
                 writes.append((number, piece.begin, values))
                 if slot.compared:
                     mark = _marked(mark, index, number, values)
-            elif first and slot.home not in (None, _Home(bucket, number, piece.begin)):
+            elif first and slot.home not in (None, (bucket, number, piece.begin)):
                 writes.append((number, piece.begin, slot.collect()))
     if first:
         _write(exchange, bucket, writes)
@@ -210,7 +203,7 @@ def bring(
         parameter.holder, parameter.begin, parameter.ahead, parameter.restored = bucket, piece.begin, ahead, None
         parameter.synchronized = False
         for number, slot in enumerate(piece.slots, 1):
-            slot.home, slot.pending, slot.compared = _Home(bucket, number, piece.begin), None, True
+            slot.home, slot.pending, slot.compared = (bucket, number, piece.begin), None, True
     return StepScalars(mark, tuple(scalars)).pack()
 
 
