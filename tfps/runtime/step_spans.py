@@ -12,7 +12,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -27,12 +26,8 @@ _STEPS_OPEN = 8  # maximum number of incomplete steps
 _COMPARE_NS = 1_000_000_000  # interval between comparisons of the clocks
 
 
-class Awaited(NamedTuple):
-    """A bucket that an inner step may wait for."""
-
-    bucket: int
-    spec: BucketSpec
-    variable: int  # the position of the one whose read has a timestamp
+# A bucket that an inner step may wait for; the number is the position of the variable whose read has a timestamp.
+Awaited = tuple[int, BucketSpec, int]
 
 
 class StepSpans:
