@@ -142,9 +142,8 @@ class Trace(keras.callbacks.Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         strategy = _strategy_of(self)
         self._active = strategy.rank == 0
-        left = strategy._runtime.capturing
-        if left is not None and left.of_fit:  # left by a `fit` that raised
-            left.abandon()
+        if (abandon := strategy._runtime.abandon_capture) is not None:  # left by a `fit` that raised
+            abandon()
         self._batch = self._before = self._ended = 0
         self._run = self._written = None
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfps.graph.rows import UNKNOWN, rows_of
-from tfps.graph.shares import KerasStep, LastBatch, NestedShare, Share, current_share, say_once, with_share
+from tfps.graph.shares import LastBatch, NestedShare, Share, current_share, say_once, with_share
 from tfps.types import Value
 
 EVEN = np.float32(1 / 3)
@@ -59,7 +59,7 @@ def test_where_rows_are_known_a_weight_is_of_rows_alone_and_exact_in_graphs_too(
     @tf.function
     def weights(total: tf.Tensor) -> tuple[tf.Tensor, ...]:
         own = tf.constant(rows, tf.int64)
-        known = Share(own, replicas, (total, own), lambda own: own, KerasStep(trains=True))
+        known = Share(own, replicas, (total, own), lambda own: own, "training")
         return known.weight(tf.constant(np.nan, tf.float64)), known.relative(tf.float64), known.of_whole_sum(tf.float64)
 
     weight, relative, whole = weights(tf.constant(rows * replicas, tf.int64))

@@ -1,9 +1,6 @@
 """Sparse gradients of lookups that all replicas make alike, as those of positions: summed, not gathered.
 
-An optimizer that squares a sparse gradient (Adam) squares it slice by slice, one for each lookup. Lookups of ids in the
-batch are spread over the replicas, so their slices are gathered: one process has the same ones. A lookup of something
-else (positions of a sequence, a constant id, a tied embedding's whole table) is one lookup in one process, but every
-replica makes it: its slices are summed. Until then their indices travel as -1 - index.
+In one process each is one slice, and Adam squares slice by slice. Until then their indices travel as -1 - index.
 
 Tested in tests/graph/test_common_rows.py.
 """
@@ -23,18 +20,14 @@ def mark(gradient: tf.IndexedSlices, share: Share | None) -> tf.IndexedSlices | 
     if share is None:
         return tf.IndexedSlices(gradient.values, -1 - gradient.indices, gradient.dense_shape)
     parts = _parts(gradient.indices)
-    common = [not share.depends_on_rows(part) for part in parts]
-    if not any(common):
+    marked = [part if share.depends_on_rows(part) else _marked(part, share.fixed_rows) for part in parts]
+    if all(after is before for after, before in zip(marked, parts, strict=True)):
         return None
-    marked = [_marked(part, share.fixed_rows) if each else part for part, each in zip(parts, common, strict=True)]
     return tf.IndexedSlices(gradient.values, tf.concat(marked, 0), gradient.dense_shape)
 
 
 def merge(gradient: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
-    """Returns the gathered `gradient` of all `replicas` with the sums of the slices that they marked.
-
-    If they marked different indices, these slices stay as they are.
-    """
+    """Returns the gathered `gradient` with sums of the slices that all `replicas` marked, unless these differ."""
     marked = gradient.indices < 0
     indices = -1 - tf.boolean_mask(gradient.indices, marked)
     values = tf.boolean_mask(gradient.values, marked)
@@ -71,10 +64,7 @@ def _parts(indices: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _marked(indices: tf.Tensor, rows: int | None) -> tf.Tensor:
-    """Returns the marks of `indices`; unless they repeat for each of the `rows`, if the graph has a fixed number.
-
-    Those, one process has more of, if it has more rows.
-    """
+    """Marks `indices`, unless they repeat for each of the graph's fixed `rows`: of those one process has more, too."""
     marked = -1 - indices
     return marked if rows is None or rows < 2 else tf.where(_repeat(indices, rows), indices, marked)
 

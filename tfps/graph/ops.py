@@ -1,7 +1,6 @@
 """The graph ops of tfps: gates, sends, pulls, and the conversion between tensors and bytes.
 
-All are ordinary TensorFlow ops. Queue ops are asynchronous kernels: while they wait they hold no pool thread, so a
-hundred closed gates cannot deadlock a pool of one thread (blocking kernels, `py_function` or Unstage would).
+Queue ops are asynchronous kernels: a hundred closed gates hold no thread of a pool (`py_function` or Unstage would).
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ def traced_once(*signature: tf.TensorSpec) -> Callable[[Function], Callable[[], 
 
 
 def wire_dtype(dtype: tf.DType) -> tf.DType:
-    """Returns the dtype in which values of `dtype` are exchanged: half types as float32, so that a sum rounds once.
-
-    Raises:
-        UnsupportedError: values of `dtype` cannot be summed by a pserver.
-    """
+    """Returns the dtype in which values of `dtype` are exchanged: half types as float32, so that a sum rounds once."""
     if dtype in (tf.float16, tf.bfloat16):
         return tf.float32
     if dtype in (tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8, tf.int8, tf.int16):
@@ -68,22 +63,12 @@ def wire_dtype(dtype: tf.DType) -> tf.DType:
 
 def to_bytes(tensor: tf.Tensor) -> tf.Tensor:
     """Returns `tensor` in its wire dtype as flat uint8 of shape [bytes]; no copy if the dtype is kept."""
-    flat = tf.reshape(tf.cast(tensor, wire_dtype(tensor.dtype)), [-1])
-    if flat.dtype == tf.uint8:
-        return flat
-    if flat.dtype.size == 1:
-        return tf.bitcast(flat, tf.uint8)
-    return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+    return to_raw(tf.cast(tensor, wire_dtype(tensor.dtype)))
 
 
 def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Returns `data`, flat uint8, as a flat tensor of the wire dtype of `dtype`; no copy."""
-    wire = wire_dtype(dtype)
-    if wire == tf.uint8:
-        return data
-    if wire.size == 1:
-        return tf.bitcast(data, wire)
-    return tf.bitcast(tf.reshape(data, [-1, wire.size]), wire)
+    return from_raw(data, wire_dtype(dtype))
 
 
 def to_raw(tensor: tf.Tensor) -> tf.Tensor:
@@ -102,10 +87,8 @@ def from_raw(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def tensor_of(array: Array) -> tf.Tensor:
-    """Returns an eager tensor that shares the memory of `array` if that is 64-byte aligned and writable, else a copy.
-
-    dlpack aborts the process on unaligned data, hence the check.
-    """
+    """Returns an eager tensor that shares the memory of `array` where dlpack can, else a copy."""
+    # On unaligned data dlpack aborts the process.
     if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0 and array.nbytes:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.constant(array)
@@ -114,9 +97,7 @@ def tensor_of(array: Array) -> tf.Tensor:
 class Gate:
     """Makes readers of one variable, or of several that are updated together, wait (on one device).
 
-    A queue that holds one token while the values are current.
-
-    The token is "" or, after a failure, the error's text, which every reader then raises.
+    A queue that holds one token while the values are current: "" or, after a failure, an error that all readers raise.
     """
 
     def __init__(self, name: str) -> None:
@@ -125,7 +106,7 @@ class Gate:
             # Room for more than one token: an error may be added although a token thought lost comes back.
             self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
             self.open()
-        self._saved: SavedGate | None = None
+        self.handle = self._queue.queue_ref  # for graph ops
         # Graphs that pass it outside of replica functions: a program may save them.
         self.passed_outside: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
@@ -139,17 +120,10 @@ class Gate:
         with tf.init_scope(), tf.device(HOST):
             return int(self._queue.size()) == 0
 
-    @property
-    def handle(self) -> tf.Tensor:
-        """The queue, for graph ops."""
-        return self._queue.queue_ref
-
-    @property
+    @functools.cached_property
     def saved(self) -> SavedGate:
         """What stands for it in a SavedModel."""
-        if self._saved is None:
-            self._saved = SavedGate(self.handle)
-        return self._saved
+        return SavedGate(self.handle)
 
     def open(self, error: str = "") -> None:
         """Puts the token back, or an error in its place; called eagerly by the runtime's threads."""
@@ -185,30 +159,43 @@ class SavedGate(tf.saved_model.experimental.TrackableResource):
         tf.raw_ops.QueueEnqueueV2(handle=self.resource_handle, components=[tf.constant("")])
 
 
+def _call(
+    function: tf_private.ConcreteFunction,
+    arguments: Sequence[Value],
+    after: Sequence[tf.Tensor] = (),
+    read_only: Sequence[int] = (),
+) -> tf.Tensor:
+    """Calls `function` on the host, once all of `after` is ready; the arguments `read_only` order nothing."""
+    with tf.device(HOST), tf.control_dependencies(after):
+        called = function(*arguments)
+        if not tf.executing_eagerly():
+            tf_private.set_read_only_inputs(called, read_only)
+    return called
+
+
+def _true_after(*operations: tf.Operation) -> tf.Tensor:
+    with tf.control_dependencies(operations):
+        return tf.constant(True)
+
+
 @functools.cache
 def _pass_function(variables: int) -> tf_private.ConcreteFunction:
-    @tf.function(autograph=False, input_signature=[_RESOURCE] * (1 + variables))
+    @traced_once(*[_RESOURCE] * (1 + variables))
     def tfps_pass_gate(gate: tf.Tensor, *resources: tf.Tensor) -> tf.Tensor:
         token = tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])
         back = tf.raw_ops.QueueEnqueueV2(handle=gate, components=token)
-        with tf.control_dependencies([back, tf.debugging.Assert(tf.equal(token[0], ""), token)]):
-            return tf.constant(True)
+        return _true_after(back, tf.debugging.Assert(tf.equal(token[0], ""), token))
 
-    return tfps_pass_gate.get_concrete_function()
+    return tfps_pass_gate()
 
 
 def pass_gate(gate: Gate, variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Operation:
     """Makes every later use of the resources `variables` in the current graph wait until `gate` is open.
 
-    Returns the op that passes the gate; its inputs after the first are the variables.
-
-    `after`: the step's input. A step that ends before it has its input (as at the end of the data) must not be stopped
-    while it holds a token.
+    Returns the op that passes it, whose other inputs are the variables. `after`: the step's input; a step that
+    ends before it has its input (as at the end of the data) must not be stopped while it holds a token.
     """
-    with tf.device(HOST), tf.control_dependencies(after):
-        passed = _pass_function(len(variables))(gate.handle, *variables)
-        tf_private.set_read_only_inputs(passed, [])
-    return passed.op
+    return _call(_pass_function(len(variables)), [gate.handle, *variables], after).op
 
 
 def write_after(variable: Variable, after: Sequence[tf.Tensor]) -> None:
@@ -224,30 +211,12 @@ def write_after(variable: Variable, after: Sequence[tf.Tensor]) -> None:
 
 @functools.cache
 def _close_function(gates: int, variables: int) -> tf_private.ConcreteFunction:
-    @tf.function(autograph=False, input_signature=[_RESOURCE] * (gates + variables))
+    @traced_once(*[_RESOURCE] * (gates + variables))
     def tfps_close_gates(*resources: tf.Tensor) -> tf.Tensor:
-        taken = [
-            tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])[0].op for gate in resources[:gates]
-        ]
-        with tf.control_dependencies(taken):
-            return tf.constant(True)
+        dequeue = functools.partial(tf.raw_ops.QueueDequeueV2, component_types=[tf.string])
+        return _true_after(*(dequeue(handle=gate)[0].op for gate in resources[:gates]))
 
-    return tfps_close_gates.get_concrete_function()
-
-
-@traced_once(_RESOURCE)
-def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
-    closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
-    with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(closed), [CLOSED])]):
-        return tf.constant(True)
-
-
-def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Raises in the graph once the runtime behind `queue` is closed: a gate closed after that would never open."""
-    with tf.device(HOST), tf.control_dependencies(after):
-        checked = tfps_check_open()(queue)
-        tf_private.set_read_only_inputs(checked, [0])
-    return checked
+    return tfps_close_gates()
 
 
 def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -255,10 +224,19 @@ def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Se
 
     `after`: the gradients. What follows them can hardly fail, so a failing step does not leave gates closed.
     """
-    with tf.device(HOST), tf.control_dependencies(after):
-        closed = _close_function(len(gates), len(variables))(*(gate.handle for gate in gates), *variables)
-        tf_private.set_read_only_inputs(closed, [])
-    return closed
+    handles = [gate.handle for gate in gates]
+    return _call(_close_function(len(gates), len(variables)), [*handles, *variables], after)
+
+
+@traced_once(_RESOURCE)
+def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
+    closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
+    return _true_after(tf.debugging.Assert(tf.logical_not(closed), [CLOSED]))
+
+
+def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Raises in the graph once the runtime behind `queue` is closed: a gate closed after that would never open."""
+    return _call(tfps_check_open(), [queue], after, [0])
 
 
 def open_gate(gate: Gate) -> tf.Operation:
@@ -273,11 +251,8 @@ def tfps_graph_run() -> tf.Tensor:
 
 
 def graph_run() -> tf.Tensor:
-    """Returns a number (int64, not 0) that differs at every execution of the current graph.
-
-    A *stateless* call, because automatic control dependencies would order a stateful one with every `py_function`.
-    """
-    with tf.device(HOST):
+    """Returns a number (int64, not 0) that differs at every execution of the current graph."""
+    with tf.device(HOST):  # stateless: a stateful call would be ordered with every `py_function`
         return call_stateless(tfps_graph_run(), [])[0]
 
 
@@ -293,18 +268,12 @@ def call_stateless(function: tf_private.ConcreteFunction, arguments: list[tf.Ten
 
 @traced_once(_RESOURCE, _NUMBER, _NUMBER, _BYTES, _BYTES, _TIMES)
 def tfps_send(
-    queue: tf.Tensor,
-    transfer: tf.Tensor,
-    graph_run: tf.Tensor,
-    data: tf.Tensor,
-    indices: tf.Tensor,
-    times: tf.Tensor,
+    queue: tf.Tensor, transfer: tf.Tensor, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
 ) -> tf.Tensor:
     with tf.control_dependencies([data, indices]):
         times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
-    sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, queue])
-    with tf.control_dependencies([sent]):
-        return tf.constant(True)
+    message = [transfer, graph_run, data, indices, times, queue]
+    return _true_after(tf.raw_ops.QueueEnqueueV2(handle=queue, components=message))
 
 
 def send(
@@ -315,17 +284,13 @@ def send(
     indices: tf.Tensor | None = None,
     times: Sequence[Value] = (),
 ) -> tf.Operation:
-    """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs.
-
-    `times`, in seconds, go with it (see timestamps.py), after the time when the data was ready.
-    """
+    """Hands `data` (flat uint8, from any device) to the host with the time when it was ready, and `times` (seconds)."""
     with tf.device(HOST):
         if indices is None:
             indices = tf.constant([], tf.uint8)
         noted = tf.stack([tf.cast(each, tf.float64) for each in times]) if times else tf.constant([], tf.float64)
-        sent = tfps_send()(queue, tf.constant(transfer, tf.int64), graph_run, data, indices, noted)
-        tf_private.set_read_only_inputs(sent, [0])
-    return sent.op
+        message = [tf.constant(transfer, tf.int64), graph_run, data, indices, noted]
+        return _call(tfps_send(), [queue, *message], read_only=[0]).op
 
 
 @traced_once(_RESOURCE, _NUMBER, _BYTES, _BYTES)
@@ -383,10 +348,7 @@ def needed(graph: tf.Graph) -> set[str]:
 def computed_from(
     values: Iterable[tf.Tensor], goes_on: Callable[[tf.Tensor], bool] = lambda _: True
 ) -> Iterator[tf.Tensor]:
-    """Yields `values`, tensors in graphs, and what they are computed from, each once; captures lead to outer graphs.
-
-    `goes_on`: whether to go on from a tensor.
-    """
+    """Yields `values`, tensors in graphs, and what they are computed from as long as it `goes_on`, each once."""
     seen: set[int] = set()
     left = list(values)
     while left:
@@ -396,36 +358,31 @@ def computed_from(
         seen.add(id(tensor))
         yield tensor
         if tf.is_symbolic_tensor(tensor) and goes_on(tensor):
-            left += _captured(tensor) or tensor.op.inputs
+            captured = _captured(tensor)  # leads to the graph around
+            left += tensor.op.inputs if captured is None else [captured]
 
 
 def is_argument(tensor: Value) -> bool:
     """Whether `tensor` is an argument of a function in a graph, and not captured from around it."""
-    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and not _captured(tensor)
+    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and _captured(tensor) is None
 
 
 def outside(tensor: Value) -> Value:
     """Returns what `tensor` stands for outside of the graphs that capture it."""
-    while tf.is_symbolic_tensor(tensor) and (captured := _captured(tensor)):
-        (tensor,) = captured
+    while tf.is_symbolic_tensor(tensor) and (captured := _captured(tensor)) is not None:
+        tensor = captured
     return tensor
 
 
-def _captured(tensor: tf.Tensor) -> list[tf.Tensor]:
+def _captured(tensor: tf.Tensor) -> tf.Tensor | None:
     """Returns the tensor around its graph that the placeholder `tensor` stands for, if it does."""
-    if tensor.op.type != "Placeholder":
-        return []
-    return [each for each, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
+    captures = getattr(tensor.graph, "captures", ()) if tensor.op.type == "Placeholder" else ()
+    return next((each for each, inside in captures if inside is tensor), None)
 
 
 def before(op: tf.Operation) -> list[tf.Operation]:
     """Returns the direct predecessors of `op`, by data and control edges."""
     return [*(each.op for each in op.inputs), *op.control_inputs]
-
-
-def is_gate_op(op: tf.Operation) -> bool:
-    """Whether `op` passes or closes a gate."""
-    return called(op) in (PASS, CLOSE)
 
 
 def is_backward(op: tf.Operation) -> bool:
@@ -449,15 +406,12 @@ def exchange_functions() -> list[str]:
 @traced_once(_RESOURCE, _RESOURCE, _NUMBER, _NUMBER)
 def tfps_request(queue: tf.Tensor, order: tf.Tensor, transfer: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
     nothing, times = tf.constant([], tf.uint8), tf.constant([], tf.float64)
-    asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times, queue])
-    with tf.control_dependencies([asked]):
-        return tf.constant(True)
+    message = [transfer, number, nothing, nothing, times, queue]
+    return _true_after(tf.raw_ops.QueueEnqueueV2(handle=queue, components=message))
 
 
 def request(queue: tf.Tensor, order: tf.Tensor, transfer: int, number: tf.Tensor) -> tf.Tensor:
     """Asks the host for a batch. The resource `order` keeps the requests of one graph in order."""
     with tf.device(HOST):
-        asked = tfps_request()(queue, order, tf.constant(transfer, tf.int64), number)
-        if not tf.executing_eagerly():
-            tf_private.set_read_only_inputs(asked, [0])
-    return asked
+        identity = tf.constant(transfer, tf.int64)
+    return _call(tfps_request(), [queue, order, identity, number], read_only=[0])

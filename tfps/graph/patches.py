@@ -1,7 +1,6 @@
 """How an attribute of Keras or TensorFlow is replaced, and how a replacement knows the models of tfps.
 
-A module that replaces something lists it in `PATCHES`; `tfps/strategy/patches.py` is the table of all. Each attribute
-is replaced once. What has to happen there in an order, its one replacement calls.
+Each attribute is replaced once, by an entry of a tuple `PATCHES`; `tfps/strategy/patches.py` is the table of all.
 
 Tested in tests/strategy/test_patches.py.
 """
@@ -25,21 +24,13 @@ class BaseStrategy(tf.distribute.Strategy):
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute that is replaced.
-
-    Args:
-        owner: a class or module.
-        name: of its attribute.
-        wrap: makes the replacement from the original.
-        why: what for, for docs/keras_patches.md.
-        test: a file with tests of what it does.
-    """
+    """One attribute that is replaced."""
 
     owner: type | ModuleType
-    name: str
-    wrap: Callable[[Function], Function]
-    why: str
-    test: str
+    name: str  # of the attribute
+    wrap: Callable[[Function], Function]  # makes the replacement from the original
+    why: str  # what for, for docs/keras_patches.md
+    test: str  # a file with tests of what it does
 
     @property
     def place(self) -> str:
@@ -49,7 +40,6 @@ class Patch:
 
 
 def install(patches: Iterable[Patch]) -> None:
-    """Replaces the attributes."""
     for patch in patches:
         original = getattr(patch.owner, patch.name)
         setattr(patch.owner, patch.name, functools.wraps(original)(patch.wrap(original)))

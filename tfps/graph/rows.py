@@ -1,9 +1,6 @@
 """The rows of a replica's batch: how many there are, and one that counts for nothing where there are none.
 
-Models fail on batches of no rows: TensorFlow itself breaks there (oneDNN's Conv2D returns its input's shape;
-`reshape(x, (batch, -1, heads, d))` takes -1 for 1), and so do layers of Keras. So a replica without rows gets the first
-row of its last batch that had any, or zeros before that. What it makes of that row `Share` leaves out: it has no rows.
-What it returns for each row is cut off.
+Models fail on batches of no rows: such a replica gets the first row of its last batch that had any, or zeros.
 
 Tested in tests/graph/test_rows.py and tests/graph/test_shares.py.
 """
@@ -74,13 +71,15 @@ class Fillers:
         if key not in self._variables:
             any_shape = tf.TensorShape(None)
             with tf.init_scope():
-                none = [tf.zeros([0] * (each.shape.rank or 0), each.dtype) for each in _components(values)]
+                parts = tf.nest.flatten(values, expand_composites=True)
+                none = [tf.zeros([0] * (each.shape.rank or 0), each.dtype) for each in parts]
                 made = [ResourceVariable(each, shape=any_shape, trainable=False, name="tfps_row") for each in none]
                 self._variables[key] = [*made, ResourceVariable(False, trainable=False, name="tfps_has_row")]
         *variables, stored = self._variables[key]
 
         def keep() -> list[Value]:
-            for variable, part in zip(variables, _components([_first_row(each) for each in values]), strict=True):
+            parts = tf.nest.flatten([_first_row(each) for each in values], expand_composites=True)
+            for variable, part in zip(variables, parts, strict=True):
                 variable.assign(part, read_value=False)
             stored.assign(True, read_value=False)
             return values
@@ -115,25 +114,12 @@ def _has_rows(value: Value) -> bool:
     return isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) and bool(value.shape.rank)
 
 
-def _components(values: list[Value]) -> list[tf.Tensor]:
-    flat: list[tf.Tensor] = tf.nest.flatten(values, expand_composites=True)
-    return flat
-
-
 def _packed(like: list[Value], components: list[tf.Tensor]) -> list[Value]:
     """Returns rows of the kinds of `like`."""
-    rows: list[Value] = []
-    left = iter(components)
-    for value in like:
-        if isinstance(value, tf.Tensor):
-            row = next(left)
-            row.set_shape([1, *value.shape[1:]])
-        else:
-            parts = [next(left) for _ in tf.nest.flatten(value, expand_composites=True)]
-            for part, known in zip(parts, tf.nest.flatten(value, expand_composites=True), strict=True):
-                part.set_shape([None] * known.shape.rank)
-            row = tf.nest.pack_sequence_as(value, parts, expand_composites=True)
-        rows.append(row)
+    parts = [(value, part) for value in like for part in tf.nest.flatten(value, expand_composites=True)]
+    for component, (value, part) in zip(components, parts, strict=True):
+        component.set_shape([1, *part.shape[1:]] if part is value else [None] * part.shape.rank)
+    rows: list[Value] = tf.nest.pack_sequence_as(like, components, expand_composites=True)
     return rows
 
 

@@ -1,15 +1,8 @@
 """Counts the rows of a step's batch that each replica has, and weights its part of a mean over the whole batch.
 
-A loss is a mean over rows. If a batch does not divide evenly, the mean of the replicas' means is not the mean over the
-batch: a replica with k of n rows counts k / n. A replica without rows counts nothing, whatever it computes of the row
-that fills their place (rows.py).
+A replica with k of n rows counts k / n. docs/design.md, "Who weights what", says what is weighted where.
 
-Two kinds of programs are weighted in two places (docs/design.md, "Who weights what"). In steps of Keras' `fit`,
-`evaluate` and so on, which are written as for one process, gradients are, where they are exchanged. In replica
-functions of `strategy.run`, which are written for tf.distribute and whose gradients are summed, Keras' losses are.
-
-Graphs that take batches themselves know the size of the whole batch from the ranks' announcements (lockstep.py). If a
-program passes batches in another way, replicas sum their rows while the forward pass runs.
+Tested in tests/graph/test_shares.py.
 """
 
 from __future__ import annotations
@@ -19,8 +12,9 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
@@ -40,6 +34,9 @@ from tfps.graph.tf_private import (
 from tfps.types import Batches, Function, Structure, Value
 
 logger = logging.getLogger("tfps")
+# A step that Keras runs on replicas: of `fit` or `train_on_batch`, or of evaluation and prediction.
+KerasStep = Literal["training", "evaluation"]
+_NESTED = "_tfps_nested_share"  # of a graph
 
 
 def _warn_of_empty_first(structure: Structure) -> None:
@@ -54,14 +51,12 @@ def _warn_of_empty_first(structure: Structure) -> None:
 
 
 class LastBatch:
-    """Rows of the last batch that one strategy's graphs took, and of the last ones given to replica functions.
+    """Rows of the last batch that one strategy's graphs took, and of the last ones given to its local `replicas`.
 
-    Kept in variables, not tensors: Keras nests functions, and what one captures of another's graph is lost when a
-    third calls it.
+    In variables, as Keras nests functions: a tensor that one captures of another's graph is lost when a third calls it.
     """
 
     def __init__(self, replicas: int) -> None:
-        """`replicas`: number on this worker."""
         self.replicas, self.fillers = replicas, Fillers()
         self.fixed: set[str] = set()  # names of what steps of Keras return and that is not for each row
         self._name = f"_tfps_taken_{id(self)}"
@@ -78,24 +73,18 @@ class LastBatch:
     def note(self, iterator: Batches, rows: tf.Tensor) -> None:
         """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [1 + replicas], if the first is known."""
         graph = ops.get_default_graph()
-        taken = getattr(graph, self._name, None)
-        if taken is None:
-            taken = weakref.WeakSet()
-            setattr(graph, self._name, taken)
-        taken.add(iterator)
+        if not hasattr(graph, self._name):
+            setattr(graph, self._name, weakref.WeakSet())
+        getattr(graph, self._name).add(iterator)
         rows = tf.ensure_shape(rows, [1 + self.replicas])
         with tf.device(HOST):
             # Not `where`: a graph that evaluates on another thread must not write back what it read.
             tf.cond(rows[0] >= 0, lambda: self._rows.assign(rows, read_value=False), tf.no_op)
 
     def of_graph(self) -> tf.Tensor | None:
-        """Returns the rows noted last if the current and outer graphs take batches of one iterator, else None.
-
-        With several iterators, the rows could be those of another one.
-        """
-        taken: set[int] = set()
-        for graph in outer_graphs(ops.get_default_graph()):
-            taken.update(map(id, getattr(graph, self._name, ())))
+        """Returns the rows noted last; None if the current and outer graphs take batches of no or several iterators."""
+        graphs = outer_graphs(ops.get_default_graph())
+        taken = {id(iterator) for graph in graphs for iterator in getattr(graph, self._name, ())}
         if len(taken) != 1:
             return None
         with tf.device(HOST):
@@ -103,10 +92,7 @@ class LastBatch:
 
     @contextlib.contextmanager
     def giving(self, replica: int, rows: tf.Tensor | None, total: tf.Tensor | None) -> Iterator[None]:
-        """Notes the rows given to the replica function in the block, eagerly or whenever this graph runs.
-
-        `total`: of the whole job, if it is known and the function is a step of Keras that trains.
-        """
+        """Notes the rows given to the replica function in the block, and those of the whole job (`total`) if known."""
         unknown = tf.constant(UNKNOWN, tf.int64)
         given = unknown if rows is None else rows
         with tf.device(HOST):
@@ -118,10 +104,7 @@ class LastBatch:
                 self._given[replica].assign([unknown, given, unknown], read_value=False)
 
     def running(self, replica: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the rows given to the replica function that runs, and of the whole job.
-
-        UNKNOWN if none runs, none were given, or the job's are not known.
-        """
+        """Returns rows given to the replica function that runs, and of the whole job; UNKNOWN if there are none."""
         with tf.device(HOST):
             given = self._given[replica].read_value()
         return given[0], given[2]
@@ -132,51 +115,26 @@ class LastBatch:
             return tf.stack([each.read_value()[1] for each in self._given])
 
 
-@dataclass(frozen=True)
-class KerasStep:
-    """A step that Keras runs on replicas: of `fit` or `train_on_batch`, which `trains`, or of evaluation."""
-
-    trains: bool
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What is being reduced; see `reducing_gradients`."""
-
-    replicas: int
-    weighted: bool
-
-
 class Share:
-    """One replica's part of the batch of one step. Used by the thread that traces or runs this replica.
-
-    Args:
-        rows: of this replica, int64 scalar.
-        replicas: in the whole job.
-        last: rows of the whole job and of this replica as last noted, if the graph takes batches itself.
-        sum_rows: sums `rows` over all replicas, by an exchange.
-        step: of Keras, that the replica function is; None if it is a program's own.
-        inputs: the batch, in the graph of the replica function.
-    """
+    """One replica's part of the batch of one step. Used by the thread that traces or runs this replica."""
 
     def __init__(
         self,
-        rows: tf.Tensor,
-        replicas: int,
-        last: tuple[tf.Tensor, tf.Tensor] | None,
-        sum_rows: Callable[[tf.Tensor], tf.Tensor],
-        step: KerasStep | None = None,
-        inputs: Structure = (),
+        rows: tf.Tensor,  # of this replica, int64 scalar
+        replicas: int,  # in the whole job
+        last: tuple[tf.Tensor, tf.Tensor] | None,  # as last noted, if the graph takes batches: of the job, and of this
+        sum_rows: Callable[[tf.Tensor], tf.Tensor | None],  # over all replicas, by an exchange; None if it cannot
+        step: KerasStep | None = None,  # None if the replica function is a program's own
+        inputs: Structure = (),  # the batch, in the graph of the replica function
     ) -> None:
         self.graph = None if tf.executing_eagerly() else ops.get_default_graph()
-        self.step = step
+        self.rows, self.replicas, self.step = rows, replicas, step
         self._inputs = tf.nest.flatten(inputs, expand_composites=True)
         self._alike: list[tf.Tensor] = []  # the same on all replicas, as they were reduced
-        self.rows, self.replicas = rows, replicas
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
         self._noted: tf.Tensor | None = None  # the total, if this graph trains
-        self._weights: list[tf.Tensor] = []  # replace the weight by rows
+        self._weight: tf.Tensor | None = None  # replaces that by rows
         if last is not None:  # batches not from the iterator are assumed to divide evenly
             self._noted = tf.where(tf.equal(last[1], rows), last[0], tf.constant(UNKNOWN, tf.int64))
 
@@ -207,12 +165,9 @@ class Share:
 
     @property
     def trains(self) -> bool:
-        """Whether something has been, or is being, differentiated here.
-
-        Elsewhere, as in evaluation, what was noted last is of another batch.
-        """
+        """Whether something has been, or is being, differentiated; else what was noted last is of another batch."""
         if self.step is not None:
-            return self.step.trains
+            return self.step == "training"
         if is_differentiated() or _current.gradients or self.graph is None:
             return True
         return any(is_backward(op) for op in self.graph.get_operations())
@@ -222,7 +177,7 @@ class Share:
 
         Where a step of Keras trains, all replicas take part: there no exchange is forbidden.
         """
-        exchange = exchange or (self.step is not None and self.step.trains)
+        exchange = exchange or self.step == "training"
         if self._total is None and self.trains:
             self._total = self._noted
         if self._total is None and exchange:
@@ -237,24 +192,23 @@ class Share:
         return one if total is None else self._if_known(total, _ratio(self.rows * self.replicas, total, dtype), one)
 
     def weight(self, even: tf.Tensor, *, exchange: bool | None = None) -> tf.Tensor:
-        """Returns the weight of this replica's mean in the mean over the batch; `even` if nobody knows the rows of all.
+        """Returns the weight of this replica's mean in that of the batch; `even` if nobody knows the rows of all.
 
         If the result is being differentiated, or with `exchange`, all replicas must call this together.
         """
-        if self._weights:
-            return tf.cast(self._weights[-1], even.dtype)
+        if self._weight is not None:
+            return tf.cast(self._weight, even.dtype)
         total = self.total(exchange=is_differentiated() if exchange is None else exchange)
         return even if total is None else self._if_known(total, _ratio(self.rows, total, even.dtype), even)
 
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """Returns what makes this replica's mean over something else than rows count by its `amount` of that.
+        """Returns (amount / all amounts) / (rows / all rows): by this factor a mean counts by `amount` instead of rows.
 
-        Where a mean is weighted by rows, a factor of (amount / all amounts) / (rows / all rows) has that effect.
         Exactly 1 if all replicas have as much, and as many rows. All replicas must call this together.
         """
         amount = self.only_if_rows(tf.stop_gradient(tf.cast(amount, tf.float64)))
         total, rows = self._sum_rows(amount), self.total(exchange=True)
-        if rows is None:
+        if total is None or rows is None:
             return tf.ones([], dtype)
         alike = tf.constant(1 / self.replicas, tf.float64)
         counted = self._if_known(rows, _ratio(self.rows, rows, tf.float64), alike)
@@ -272,20 +226,18 @@ class Share:
         ratio = tf.math.divide_no_nan(tf.cast(total, tf.float64), tf.cast(self.rows, tf.float64))
         return tf.cast(self._if_known(total, ratio, even), dtype)
 
-    def left_out(self, value: Value) -> Value:
-        """Returns `value`; zeros if this replica has no rows and it is a number that may be computed from the batch."""
-        if not isinstance(value, tf.Tensor) or not (value.dtype.is_floating or value.dtype.is_integer):
-            return value
-        return self.only_if_rows(value) if self.depends_on_rows(value) else value
-
     def depends_on_rows(self, value: Value) -> bool:
-        """Whether `value`, a tensor or IndexedSlices, may be computed from this replica's rows.
-
-        Not if only from what all replicas have reduced. Eagerly that is not known.
-        """
+        """Whether `value` may be computed from this replica's rows, not only from reduced values; eagerly always."""
         if self.graph is None or not tf.is_symbolic_tensor(getattr(value, "values", value)):
             return self.graph is None
-        return depends_on(tf.nest.flatten(value, expand_composites=True), self._inputs, self._alike)
+        batch, reduced = set(map(id, self._inputs)), set(map(id, self._alike))
+
+        def goes_on(tensor: tf.Tensor) -> bool:
+            return id(tensor) not in reduced and not _is_size_within_row(tensor.op)
+
+        # What a function within gets as an argument may be from rows.
+        sources = computed_from(tf.nest.flatten(value, expand_composites=True), goes_on)
+        return any(id(each) in batch or (id(each) not in reduced and is_argument(each)) for each in sources)
 
     def alike(self, value: Value) -> Value:
         """Notes that `value`, a tensor or IndexedSlices, is the same on all replicas, and returns it."""
@@ -293,43 +245,40 @@ class Share:
             self._alike += tf.nest.flatten(value, expand_composites=True)
         return value
 
-    @contextlib.contextmanager
-    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
+    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """Weights by this replica's scalar `amount` instead of by rows within the block."""
         amount = tf.stop_gradient(tf.cast(amount, tf.float64))
-        total = self._sum_rows(amount)
+        if (total := self._sum_rows(amount)) is None:
+            return contextlib.nullcontext()
         evenly = tf.equal(amount * self.replicas, total)
-        self._weights.append(tf.where(evenly, tf.cast(even, tf.float64), tf.math.divide_no_nan(amount, total)))
-        try:
-            yield
-        finally:
-            self._weights.pop()
+        weight = tf.where(evenly, tf.cast(even, tf.float64), tf.math.divide_no_nan(amount, total))
+        return replaced(self, "_weight", weight)
 
     def _if_known(self, total: tf.Tensor, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
         return tf.where((total > 0) & (self.rows >= 0), value, otherwise)
 
-    def _in_graph(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def _in_graph(self) -> Iterator[None]:
         """Enters the replica function's graph: what a branch needs must not exist in that branch alone."""
         if self.graph is None or ops.get_default_graph() is self.graph:
-            return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        stack.enter_context(self.graph.as_default())
-        stack.enter_context(tf.control_dependencies(None))
-        return stack
+            yield
+        else:
+            with self.graph.as_default(), tf.control_dependencies(None):
+                yield
 
 
 class NestedShare(Share):
-    """What a nested function knows of its replica: whether it has rows, and in steps of Keras how many all have.
+    """What a nested function, which reads a variable, knows: its rows, and in steps of Keras how many all have.
 
-    Such a function is traced once, for training and evaluation alike: it reads a variable. A program's own means, and
-    those over something else than rows, are not weighted in it. `around` is the replica function's.
+    It is traced once, for training and evaluation alike. A program's own means, and those over other things
+    than rows, are not weighted in it. `around` is the replica function's.
     """
 
     def __init__(
         self, last_batch: LastBatch, replica: int, replicas: int, step: KerasStep | None, around: Share | None
     ) -> None:
         rows, total = last_batch.running(replica)
-        super().__init__(rows, replicas, None, tf.identity, step)
+        super().__init__(rows, replicas, None, lambda amount: None, step)
         self._total = total if step is not None else None
         if around is not None:
             self._inputs, self._alike = around._inputs, around._alike
@@ -338,48 +287,25 @@ class NestedShare(Share):
     def trains(self) -> bool:
         return True  # evaluation counts no differently
 
-    def total(self, *, exchange: bool) -> tf.Tensor | None:
-        return self._total
 
-    def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        return tf.ones([], dtype)
-
-    @contextlib.contextmanager
-    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
-        yield
-
-
+@dataclass(frozen=True)
 class _Function:
-    """The function of one replica that a thread traces or runs, with its share, None if no argument has rows."""
+    """The function of one replica that a thread traces or runs."""
 
-    def __init__(self, share: Share | None, nested: Callable[[], NestedShare], step: KerasStep | None) -> None:
-        self.graph = None if tf.executing_eagerly() else control_flow_free(ops.get_default_graph())
-        self.share, self.step = share, step
-        self._nested = nested  # makes the share of the current graph
-
-    def share_in(self, graph: tf.Graph) -> Share | None:
-        """Returns the share in `graph`, which is not a part of control flow; None outside of this function."""
-        if graph is self.graph:
-            return self.share
-        around = outer_graphs(graph)
-        if not around or (self.graph is not None and self.graph not in around) or in_xla(graph):
-            return None
-        known: Share | None = getattr(graph, _NESTED, None)
-        if known is None:
-            with graph.as_default(), tf.control_dependencies(None):
-                known = self._nested()
-            setattr(graph, _NESTED, known)
-        return known
+    graph: tf.Graph | None  # without parts of control flow
+    share: Share | None  # None if no argument has rows
+    nested: Callable[[], NestedShare]  # makes the share of the current graph
+    step: KerasStep | None
 
 
 class _Current(threading.local):
     function: _Function | None = None
     step: KerasStep | None = None
-    gradients: Gradients | None = None
+    # Gradients are being reduced: replicas in the whole job, and whether they are weighted by rows already.
+    gradients: tuple[int, bool] | None = None
 
 
 _current = _Current()
-_NESTED = "_tfps_nested_share"  # of a graph
 
 
 def with_share(
@@ -391,24 +317,32 @@ def with_share(
     def shared(*args: object, **kwargs: object) -> Structure:
         given = (args, kwargs)
         rows, replica = rows_of(given), distribute_lib.get_replica_context()._replica_id
-        share, known = None, None
+        eager, share, known = tf.executing_eagerly(), None, None
         if rows is not None:
             _warn_of_empty_first(given)
-            noted = None if tf.executing_eagerly() else last_batch.of_graph()
+            noted = None if eager else last_batch.of_graph()
             last = None if noted is None else (noted[0], noted[1 + replica])
-            if tf.executing_eagerly() or tf.get_static_value(rows) in (None, 0):
+            if eager or tf.get_static_value(rows) in (None, 0):
                 given = last_batch.fillers.fill(replica, rows, given)
             share = Share(rows, replicas, last, sum_rows, step, given)
-            known = share.total(exchange=False) if step is not None and step.trains else None
+            known = share.total(exchange=False) if step == "training" else None
         nested = functools.partial(NestedShare, last_batch, replica, replicas, step, share)
-        own = _Function(share, nested, step)
+        graph = None if eager else control_flow_free(ops.get_default_graph())
+        own = _Function(graph, share, nested, step)
         with last_batch.giving(replica, rows, known), replaced(_current, "function", own):
             result = function(*given[0], **given[1])
         if share is None or not share.may_be_empty:
             return result
         result = cut(rows, result)
-        # Results of steps of Keras are weighted by rows; a program's own may be summed.
-        return result if step is not None else tf.nest.map_structure(share.left_out, result)
+        if step is not None:
+            return result  # it is weighted by rows; a program's own may be summed
+
+        def left_out(value: Value) -> Value:
+            """Zeros for a number that may be computed from a batch without rows."""
+            number = isinstance(value, tf.Tensor) and (value.dtype.is_floating or value.dtype.is_integer)
+            return share.only_if_rows(value) if number and share.depends_on_rows(value) else value
+
+        return tf.nest.map_structure(left_out, result)
 
     return shared
 
@@ -419,7 +353,7 @@ def _ratio(part: tf.Tensor, whole: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 def keras_step(*, trains: bool) -> contextlib.AbstractContextManager[None]:
     """Marks that replica functions which this thread calls in the block are steps of Keras."""
-    return replaced(_current, "step", KerasStep(trains))
+    return replaced(_current, "step", "training" if trains else "evaluation")
 
 
 def in_keras_step() -> bool:
@@ -428,39 +362,36 @@ def in_keras_step() -> bool:
 
 
 def current_share() -> Share | None:
-    """Returns the share of the replica that this thread traces or runs; None outside.
-
-    In nested functions it is a `NestedShare`, but None in those that XLA compiles.
-    """
+    """Returns the share of the replica that this thread traces or runs; None outside, and in what XLA compiles."""
     function = _current.function
     if function is None:
         return None
     if tf.executing_eagerly():
         return function.share if function.graph is None else None
-    return function.share_in(control_flow_free(ops.get_default_graph()))
+    graph = control_flow_free(ops.get_default_graph())
+    if graph is function.graph:
+        return function.share
+    around = outer_graphs(graph)
+    if not around or (function.graph is not None and function.graph not in around) or in_xla(graph):
+        return None
+    if not hasattr(graph, _NESTED):
+        with graph.as_default(), tf.control_dependencies(None):
+            setattr(graph, _NESTED, function.nested())
+    nested: Share = getattr(graph, _NESTED)
+    return nested
 
 
 def reducing_gradients(replicas: int, *, weighted: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Marks what this thread reduces in the block as gradients.
-
-    Args:
-        replicas: in the whole job.
-        weighted: they are weighted by rows already, as accumulated ones are.
-    """
-    return replaced(_current, "gradients", Gradients(replicas, weighted))
+    """Marks what this thread reduces in the block as gradients; accumulated ones are `weighted` by rows already."""
+    return replaced(_current, "gradients", (replicas, weighted))
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How this replica's gradients count in the sum over replicas.
+    """How this replica's gradients count in the sum over replicas."""
 
-    Args:
-        has_rows: bool scalar, whether they do; None if always.
-        weight: what they are multiplied by, a float64 scalar; None if they are summed as they are.
-    """
-
-    has_rows: tf.Tensor | None = None
-    weight: tf.Tensor | None = None
+    has_rows: tf.Tensor | None = None  # bool scalar, whether they do; None if always
+    weight: tf.Tensor | None = None  # float64 scalar that they are multiplied by; None if they are summed as they are
 
     def part(self, value: Value) -> Value:
         """Returns what `value`, a tensor or IndexedSlices, adds to the sum."""
@@ -484,15 +415,15 @@ def with_values(value: Value, change: Callable[[tf.Tensor], tf.Tensor]) -> Value
 
 def counted() -> Counted:
     """Returns how what this thread reduces now counts; as it is, unless it is gradients."""
-    gradients = _current.gradients
-    if gradients is None or _current.function is None:
+    if _current.gradients is None or _current.function is None:
         return Counted()
+    replicas, weighted = _current.gradients
     share = current_share()
     has_rows = share.has_rows if share is not None and share.may_be_empty else None
     if not in_keras_step():
         return Counted(has_rows)
-    even = tf.constant(1 / gradients.replicas, tf.float64)
-    if gradients.weighted:
+    even = tf.constant(1 / replicas, tf.float64)
+    if weighted:
         return Counted(weight=even)
     return Counted(has_rows, even if share is None else share.weight(even, exchange=True))
 
@@ -502,24 +433,8 @@ def is_reducing_gradients() -> bool:
     return _current.gradients is not None
 
 
-def depends_on(values: Iterable[tf.Tensor], sources: Iterable[tf.Tensor], ends: Iterable[tf.Tensor] = ()) -> bool:
-    """Whether some of `values`, tensors in graphs, may be computed from `sources`; what `ends` are from does not count.
-
-    What a function within gets as an argument may be. Only the first dimension of what comes from rows is itself from
-    rows.
-    """
-    wanted, known = {id(each) for each in sources}, {id(each) for each in ends}
-
-    def goes_on(tensor: tf.Tensor) -> bool:
-        return id(tensor) not in known and not _is_size_within_row(tensor.op)
-
-    return any(
-        id(each) in wanted or (id(each) not in known and is_argument(each)) for each in computed_from(values, goes_on)
-    )
-
-
 def _is_size_within_row(op: tf.Operation) -> bool:
-    """Whether `op` takes sizes of a tensor, not of its first dimension."""
+    """Whether `op` takes sizes of a tensor, but not of its first dimension, which alone is from rows."""
     if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
         return False
     begin = tf.get_static_value(op.inputs[1])

@@ -1,12 +1,7 @@
 """Timestamps inside a graph: when a step has its input, when a read wants its variable and when it may have it.
 
 Each is TensorFlow's Timestamp op behind control edges; it costs a microsecond and is always there. It must not change
-what it observes: TensorFlow fuses and rewrites ops whose results have one use, but none that another op waits for. So
-a timestamp follows a probe: one element of a tensor that backward needs as well and that has several uses anyway.
-Timestamps travel with the send of a bucket; its gradient waits for whatever they wait for.
-
-TensorFlow marks none of these places. The backward pass is recognized by the names of its ops; the rest follows from
-which op uses what (`Landmarks`). tests/graph/test_landmarks.py says what must be found, on every supported TensorFlow.
+what it observes; docs/design.md ("Times inside the graph") says how, and how their places are found (`Landmarks`).
 
 Tested in tests/graph/test_timestamps.py and tests/graph/test_landmarks.py.
 """
@@ -21,8 +16,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfps.graph.ops import HOST, call_stateless, is_backward, is_gate_op, traced_once
-from tfps.graph.tf_private import branch_free
+from tfps.graph.ops import CLOSE, HOST, PASS, call_stateless, called, is_backward, traced_once
+from tfps.graph.tf_private import control_flow_free
 from tfps.types import Value
 
 _FAR = 16  # ops between a variable and the op that computes something with it
@@ -31,55 +26,37 @@ _MANY = 4  # tensors returned at most
 _PARAMETERS = ("Const", "ReadVariableOp", "Placeholder")
 
 
-class PassedGate(NamedTuple):
-    """A gate passed in a graph: the op that passes it, and the variable's handle there."""
-
-    op: tf.Operation
-    handle: tf.Tensor
-
-
 @dataclass(eq=False)
 class PassedGates:
-    """The first pass of each gate in one graph, by unique id of the variable and replica."""
+    """The gates that one graph has passed."""
 
-    by_variable: dict[tuple[str, int], PassedGate] = field(default_factory=dict)
+    # By unique id of the variable and replica: the op that first passes the gate, and the variable's handle there.
+    by_variable: dict[tuple[str, int], tuple[tf.Operation, tf.Tensor]] = field(default_factory=dict)
     noted: int = 0  # number of ops that belong to steps already sent
 
 
 class NotedTimes(NamedTuple):
-    """The timestamps of one send.
+    """The timestamps of one send."""
 
-    Attributes:
-        times: float64 scalars, wall-clock seconds, 0 if unknown: input ready, forward pass ended, read wanted, gate
-            open. Empty if nothing is known.
-        variable: the position of the variable that is read.
-        whole: whether the first two are valid: this send reports the step's forward pass.
-    """
-
+    # Float64 scalars, wall-clock seconds, 0 if unknown: input ready, forward pass ended, read wanted, gate open. Empty
+    # if nothing is known.
     times: tuple[Value, ...] = ()
-    variable: int = -1
-    whole: bool = False
+    variable: int = -1  # the position of the variable that is read
+    whole: bool = False  # whether the first two are valid: this send reports the step's forward pass
 
 
 class Timestamps:
-    """Makes the timestamps for the sends of one emission.
-
-    Args:
-        graph: the sending graph.
-        passed_of, inputs_of: return a graph's passed gates and its step's inputs.
-    """
+    """Makes the timestamps for the sends of one emission of `graph`."""
 
     def __init__(
         self,
         graph: tf.Graph,
         passed_of: Callable[[tf.Graph], PassedGates],
-        inputs_of: Callable[[tf.Graph], Sequence[tf.Tensor]],
+        inputs_of: Callable[[tf.Graph], Sequence[tf.Tensor]],  # of the graph's step
         replica: int,
     ) -> None:
-        self._graph = branch_free(graph)  # the step lies around a branch of a tf.cond that sends
-        self._passed: PassedGates = passed_of(self._graph)
-        self._inputs: Sequence[tf.Tensor] = inputs_of(self._graph)
-        self._replica = replica
+        self._graph = control_flow_free(graph, loops=False)  # the step lies around a branch of a tf.cond that sends
+        self._passed, self._inputs, self._replica = passed_of(self._graph), inputs_of(self._graph), replica
         self._landmarks = Landmarks(self._graph, self._inputs, since=self._passed.noted)
 
     def of_bucket(self, variables: Sequence[str], whole: bool) -> NotedTimes:
@@ -98,10 +75,10 @@ class Timestamps:
     def _read(self, variables: Sequence[str]) -> tuple[list[Value], int]:
         """Returns when the first of `variables` read in this graph was wanted and its gate was open; its position."""
         for number, variable in enumerate(variables):
-            passed = self._passed.by_variable.get((variable, self._replica))
-            if passed is not None:
-                operands = self._landmarks.first_use(passed.handle)
-                return ([now_after(_probes(operands)), now_after([passed.op])] if operands else []), number
+            if (passed := self._passed.by_variable.get((variable, self._replica))) is not None:
+                op, handle = passed
+                operands = self._landmarks.first_use(handle)
+                return ([now_after(_probes(operands)), now_after([op])] if operands else []), number
         return [], -1
 
     def _step(self) -> list[Value]:
@@ -138,27 +115,21 @@ def now_after(after: Sequence[tf.Operation | tf.Tensor]) -> tf.Tensor:
 
 
 class Landmarks:
-    """Finds the places in `graph` as it is now. All tensors that it finds have several uses.
+    """Finds the places in `graph` as it is now; all tensors that it finds have several uses.
 
-    Args:
-        inputs: the step's batch.
-        since: number of the step's first op; earlier ops belong to steps already sent.
+    `inputs` is the step's batch; ops before the number `since` belong to steps already sent.
     """
 
     def __init__(self, graph: tf.Graph, inputs: Sequence[tf.Tensor], since: int = 0) -> None:
         self._operations = graph.get_operations()
+        self.ops = len(self._operations)
         self._inputs, self._since = inputs, since
         self._order = {op.name: number for number, op in enumerate(self._operations)}
-
-    @property
-    def ops(self) -> int:
-        """How many ops the graph has."""
-        return len(self._operations)
 
     @functools.cached_property
     def backward(self) -> int | None:
         """Number of the first op of the step's backward pass; None if there is none."""
-        own = range(self._since, len(self._operations))
+        own = range(self._since, self.ops)
         return next((number for number in own if is_backward(self._operations[number])), None)
 
     def last_of_forward(self) -> list[tf.Tensor]:
@@ -182,7 +153,7 @@ class Landmarks:
         def uses(tensor: tf.Tensor) -> None:
             for op in tensor.consumers():
                 number = order.get(op.name)
-                if number is not None and op.name not in names and not is_gate_op(op):
+                if number is not None and op.name not in names and called(op) not in (PASS, CLOSE):
                     names.add(op.name)
                     heapq.heappush(heap, (number, op))
 

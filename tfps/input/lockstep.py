@@ -160,7 +160,7 @@ class Lockstep:
 
         def make() -> Lockstep:
             made = Lockstep(runtime)
-            runtime.before_close(made.close)
+            runtime.before_close.append(made.close)
             return made
 
         return runtime.shared(Lockstep, make)

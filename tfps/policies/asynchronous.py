@@ -46,7 +46,7 @@ class Asynchronous(Independent):
         self._epochs: weakref.WeakKeyDictionary[Batches, int | None] = weakref.WeakKeyDictionary()
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if not self.together:
-            runtime.before_exchange = runtime.declared.before = self._prepare
+            runtime.declared.before = self._prepare
 
     def stepping(self) -> Stepping:
         waits = not self.together and self._config.staleness is not None

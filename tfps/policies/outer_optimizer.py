@@ -29,7 +29,7 @@ from tfps.graph.timestamps import Timestamps, now_after
 from tfps.policies.remote_optimizers import RemoteBucket
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.step_spans import Awaited, InnerStep
+from tfps.runtime.step_spans import InnerStep
 from tfps.types import Function, Value
 from tfps.updates.names import own_name
 from tfps.updates.pending import PendingUpdate, Reduced, Reduction
@@ -183,11 +183,11 @@ class OuterOptimizer(RemoteRule):
         for buckets in self._buckets:
             if self._overlap:
                 number, spec, _ = min(buckets, key=lambda each: each[1].priority)
-                transfer.awaited.append(Awaited(number, spec, 0))
+                transfer.awaited.append((number, spec, 0))
                 continue
             for number, spec, ids in buckets:
                 noted = timestamps.of_bucket(ids, whole=False)
-                transfer.awaited.append(Awaited(number, spec, noted.variable))
+                transfer.awaited.append((number, spec, noted.variable))
                 times += noted.times[2:] or (0.0, 0.0)
         timestamps.done()
         self._runtime.adopt(transfer, graph)

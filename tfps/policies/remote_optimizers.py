@@ -26,16 +26,7 @@ from tfps.graph import ops as graph_ops
 from tfps.graph.patches import Patch, replaced, scope_outside
 from tfps.keras_hooks.keras_private import decays, product_of_momentums, strategy_of_optimizer, trained_variables
 from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
-from tfps.runtime.remote import (
-    RULES,
-    RemoteParameter,
-    RemoteRule,
-    RemoteSlot,
-    RemoteUpdate,
-    bring,
-    check_moves,
-    pieces_of,
-)
+from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot, RemoteUpdate, bring, pieces_of
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Callback, Function, Optimizer, Structure, Value, Variable
@@ -65,11 +56,9 @@ class RemoteBucket(PlannedBucket):
         self.comparable = self._changes = self.spec.codec is not None and self._policy.gets_changes
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
-        pieces = pieces_of(self.held, self.rule)
-        apart = self._policy.hands_out
-        return RemoteUpdate(
-            number, self.spec, messages, group, runtime.exchange, pieces, ahead=self._changes, apart=apart
-        )
+        pieces, apart = pieces_of(self.held, self.rule), self._policy.hands_out
+        brings = functools.partial(bring, runtime.exchange, number, pieces, ahead=self._changes, apart=apart)
+        return RemoteUpdate(number, self.spec, messages, group, brings)
 
     def _update(self, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
         written: list[list[tf.Operation]] = []
@@ -106,9 +95,8 @@ def update_eagerly(
     for variable in variables:
         variable.wait()
     pieces = pieces_of(variables, rule)
-    if variables[0].distribute_strategy.extended.policy.hands_out:
-        check_moves(bucket, pieces)
-    packed = bring(runtime.exchange, bucket, pieces, scalars.numpy().tolist())
+    apart = variables[0].distribute_strategy.extended.policy.hands_out
+    packed = bring(runtime.exchange, bucket, pieces, scalars.numpy().tolist(), apart=apart)
     payload = np.concatenate([np.asarray(each.numpy(), np.float32).reshape(-1) for each in gradients])
     reply = runtime.exchange_now(bucket, payload, step_scalars=packed)
     for variable, value in zip(variables, _values(graph_ops.tensor_of(reply.sum), variables), strict=True):

@@ -1,14 +1,7 @@
 """Variables that pservers update: where their values and slots are, and what goes there with a push.
 
-A variable's current value is with one bucket, whose pservers have updated it last, or only on the workers, after the
-program has assigned it. Workers never hold slots, except an initial value or one that was just assigned. What is not
-where the next push goes is written there right before: gates order this between two updates.
-
-Rank 0 writes. The others tell with their scalars whether their program has assigned the same.
-
-Of buckets with a codec workers get encoded changes, so pservers' own parameters are ahead of what workers have (see
-exchange/parameter_shard.py). That goes along when a variable moves to another bucket, and into checkpoints; what the
-program assigns replaces it.
+Before a push, what its bucket lacks is written there: by rank 0. The others tell with their scalars whether their
+program has assigned the same. docs/design.md ("Update on the server") says more.
 
 Tested in tests/policies/test_remote_bucket.py.
 """
@@ -17,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -30,7 +24,7 @@ from numpy.typing import NDArray
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.runtime.transfers import DeferredUpdate, Group
+from tfps.runtime.transfers import DeferredUpdate, Group, Pushed
 from tfps.types import Array, Value, Variable
 
 _NO_BYTES = np.empty(0, np.uint8)
@@ -40,34 +34,24 @@ _ASSIGNED = 2**32  # in a mark: it is not 0, whatever the checksum
 
 
 class Ahead(NamedTuple):
-    """The pservers' own value of a variable where workers have another.
+    """The pservers' own value of a variable where workers have another."""
 
-    Attributes:
-        exact: flat.
-        worker_view: checksum of the workers' value that belongs to it.
-    """
-
-    exact: NDArray[np.float32]
-    worker_view: int
+    exact: NDArray[np.float32]  # flat
+    worker_view: int  # checksum of the workers' value that belongs to it
 
 
 class RemoteParameter:
-    """Where the current value of a variable is.
-
-    Attributes:
-        holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
-        begin: its first byte there.
-        synchronized: whether all ranks have had its newest value since the last push; for mode "async".
-        ahead: whether the pservers there may have another value than the workers.
-        restored: from a checkpoint, for the next push.
-    """
+    """Where the current value of a variable is."""
 
     __slots__ = ("ahead", "begin", "holder", "restored", "synchronized")
 
     def __init__(self) -> None:
+        # The bucket whose pservers have it; None: only the workers do, as after an assignment.
         self.holder: int | None = None
-        self.begin, self.ahead, self.synchronized = 0, False, False
-        self.restored: Ahead | None = None
+        self.begin = 0  # its first byte there
+        self.ahead = False  # whether the pservers there may have another value than the workers
+        self.synchronized = False  # whether all ranks have had its newest value since the last push; for mode "async"
+        self.restored: Ahead | None = None  # from a checkpoint, for the next push
 
     def exact(self, exchange: Exchange, worker_view: Array) -> Array | None:
         """The pservers' own value, flat uint8, if workers may have another one: `worker_view`, the same way."""
@@ -84,49 +68,27 @@ class RemoteParameter:
         return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(worker_view.data))
 
 
-class _Home(NamedTuple):
-    """Where a slot is: a bucket, the number of the slot there, and its first byte."""
-
-    bucket: int
-    number: int
-    begin: int
-
-
 class RemoteSlot:
-    """A slot of one variable that lives on pservers. Reading and assigning wait for updates under way.
+    """A slot of one variable, `name` in messages, that lives on pservers; at first all its items are `initial`.
 
-    Attributes:
-        home: where it is; None: nowhere yet.
-        pending: what was assigned and has not been written yet.
-        compared: whether ranks compare what is written; not at first, nor what all of them take from rank 0.
-
-    Args:
-        name: for messages.
-        wait: returns when the variable is current.
-        initial: of all its items.
+    `wait` returns when the variable is current, after updates under way.
     """
 
     def __init__(
         self, name: str, exchange: Exchange, wait: Callable[[], object], shape: Sequence[int], initial: float
     ) -> None:
         self.name, self.shape, self.initial = name, tuple(shape), initial
-        self.home: _Home | None = None
-        self.pending: NDArray[np.float32] | None = None
+        # Where it is: a bucket, the number of the slot there, and its first byte; None: nowhere yet.
+        self.home: tuple[int, int, int] | None = None
+        self.pending: NDArray[np.float32] | None = None  # was assigned and has not been written yet
+        # Whether ranks compare what is written; not at first, nor what all of them take from rank 0.
         self.compared = False
         self._exchange, self._wait = exchange, wait
-
-    @property
-    def nbytes(self) -> int:
-        return 4 * int(np.prod(self.shape, dtype=np.int64))
 
     def read(self) -> NDArray[np.float32]:
         """The current value, collected from the pservers; other ranks need not take part."""
         self._wait()
-        if self.pending is not None:
-            return self.pending.copy()
-        if self.home is None:
-            return np.full(self.shape, self.initial, np.float32)
-        return self.collect().view(np.float32).reshape(self.shape)
+        return self.collect().view(np.float32).reshape(self.shape) if self.pending is None else self.pending.copy()
 
     def assign(self, value: Array) -> None:
         """Takes a value, which goes to the pservers with the next push; every rank must assign the same."""
@@ -149,19 +111,16 @@ class RemoteSlot:
 
     def collect(self) -> Array:
         """What the pservers have, flat uint8."""
+        items = math.prod(self.shape)
         if self.home is None:
-            return np.full(self.nbytes // 4, self.initial, np.float32).view(np.uint8)
-        return self._exchange.state.read(self.home.bucket, self.home.number, self.home.begin, self.nbytes)
+            return np.full(items, self.initial, np.float32).view(np.uint8)
+        return self._exchange.state.read(*self.home, 4 * items)
 
 
 class RemoteRule(abc.ABC):
-    """How pservers update the variables of one optimizer. An `update` of a variable with it must be deferred.
+    """How pservers update the variables of one optimizer. An `update` of a variable with it must be deferred."""
 
-    Attributes:
-        number: differs from those of all other rules of this process.
-    """
-
-    number: int
+    number: int  # differs from those of all other rules of this process
 
     @abc.abstractmethod
     def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
@@ -177,21 +136,15 @@ class RemoteRule(abc.ABC):
 
 @dataclass(eq=False)
 class RemotePiece:
-    """One variable in a bucket.
-
-    Args:
-        component: the first local replica's.
-        begin: its first byte in the bucket.
-    """
+    """One variable in a bucket."""
 
     parameter: RemoteParameter
-    component: Variable
+    component: Variable  # the first local replica's
     slots: Sequence[RemoteSlot]
-    begin: int
+    begin: int  # its first byte in the bucket
 
 
 def pieces_of(variables: Sequence[Variable], rule: RemoteRule) -> list[RemotePiece]:
-    """The pieces of a bucket with these variables."""
     pieces, begin = [], 0
     for variable in variables:
         pieces.append(RemotePiece(variable.remote, variable._values[0], rule.slots(variable), begin))
@@ -204,31 +157,26 @@ def value_of(component: Variable) -> Array:
     return np.ascontiguousarray(component.numpy()).reshape(-1).view(np.uint8)
 
 
-def check_moves(bucket: int, pieces: Sequence[RemotePiece]) -> None:
-    """Checks that what comes to `bucket` from another one has the newest value: in mode "async"."""
-    for piece in pieces:
+def bring(
+    exchange: Exchange,
+    bucket: int,
+    pieces: Sequence[RemotePiece],
+    scalars: Sequence[float],
+    *,
+    ahead: bool = False,  # whether changes come back, so that pservers may be ahead of workers
+    apart: bool,  # whether ranks step by themselves (mode "async")
+) -> bytes:
+    """Writes what `bucket` lacks, right before a push of it; returns the push's scalars."""
+    first, mark = exchange.rank == 0, 0
+    writes: list[tuple[int, int, Array]] = []
+    for index, piece in enumerate(pieces):
         parameter = piece.parameter
-        if parameter.holder not in (None, bucket) and not parameter.synchronized:
+        if apart and parameter.holder not in (None, bucket) and not parameter.synchronized:
             raise UnsupportedError(
                 f"variable {piece.component.name!r} comes in another bucket than in the last step, as in a function "
                 "that trains other variables; with mode='async' call strategy.synchronize() on every rank in between, "
                 "or use mode='sync'"
             )
-
-
-def bring(
-    exchange: Exchange, bucket: int, pieces: Sequence[RemotePiece], scalars: Sequence[float], ahead: bool = False
-) -> bytes:
-    """Writes what is not with `bucket` yet, right before a push of it; returns the push's scalars.
-
-    Args:
-        ahead: whether the bucket has a codec, so that its pservers may be ahead of the workers.
-    """
-    first, mark = exchange.rank == 0, 0
-    writes: list[tuple[int, int, Array]] = []
-    homes: list[tuple[RemoteSlot, _Home]] = []
-    for index, piece in enumerate(pieces):
-        parameter = piece.parameter
         if parameter.holder != bucket or parameter.restored is not None:
             values = value_of(piece.component)
             exact = parameter.exact(exchange, values) if first else None
@@ -241,23 +189,21 @@ def bring(
                 # Mode "async": a bucket that had others, or none, takes no gradient before all ranks bring these.
                 mark |= _ASSIGNED
         for number, slot in enumerate(piece.slots, 1):
-            home = _Home(bucket, number, piece.begin)
             if slot.pending is not None:
                 values = slot.pending.reshape(-1).view(np.uint8)
                 writes.append((number, piece.begin, values))
                 if slot.compared:
                     mark = _marked(mark, index, number, values)
-            elif first and slot.home not in (None, home):
+            elif first and slot.home not in (None, (bucket, number, piece.begin)):
                 writes.append((number, piece.begin, slot.collect()))
-            homes.append((slot, home))
     if first:
         _write(exchange, bucket, writes)
     for piece in pieces:  # not earlier: after an interruption the next step brings all of it again
         parameter = piece.parameter
         parameter.holder, parameter.begin, parameter.ahead, parameter.restored = bucket, piece.begin, ahead, None
         parameter.synchronized = False
-    for slot, home in homes:
-        slot.home, slot.pending, slot.compared = home, None, True
+        for number, slot in enumerate(piece.slots, 1):
+            slot.home, slot.pending, slot.compared = (bucket, number, piece.begin), None, True
     return StepScalars(mark, tuple(scalars)).pack()
 
 
@@ -267,53 +213,32 @@ def _marked(mark: int, index: int, number: int, values: Array) -> int:
 
 def _write(exchange: Exchange, bucket: int, writes: list[tuple[int, int, Array]]) -> None:
     """Writes parts of arrays, (number, begin, values); neighbors together."""
-    together: list[Array] = []
-    number = begin = end = 0
-    for each, start, values in sorted(writes, key=lambda write: write[:2]):
-        if together and (each, start) != (number, end):
-            exchange.state.write(bucket, number, begin, np.concatenate(together))
-            together = []
-        if not together:
-            number, begin = each, start
-        together.append(values)
-        end = start + len(values)
-    if together:
-        exchange.state.write(bucket, number, begin, together[0] if len(together) == 1 else np.concatenate(together))
+    runs: list[tuple[int, int, list[Array]]] = []
+    end = -1, -1
+    for number, begin, values in sorted(writes, key=lambda write: write[:2]):
+        if (number, begin) != end:
+            runs.append((number, begin, []))
+        runs[-1][2].append(values)
+        end = number, begin + len(values)
+    for number, begin, parts in runs:
+        exchange.state.write(bucket, number, begin, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 class RemoteUpdate(DeferredUpdate):
-    """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are the step's
-    scalars, float64.
+    """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are step scalars.
 
-    Args:
-        ahead: whether changes come back, so that pservers' own parameters may be ahead of the workers'.
-        apart: whether ranks step by themselves (mode "async").
+    `brings` is `bring` with all but the scalars.
     """
 
     def __init__(
-        self,
-        bucket: int,
-        spec: BucketSpec,
-        messages: int,
-        group: Group,
-        exchange: Exchange,
-        pieces: list[RemotePiece],
-        *,
-        ahead: bool,
-        apart: bool,
+        self, bucket: int, spec: BucketSpec, messages: int, group: Group, brings: Callable[[Sequence[float]], bytes]
     ) -> None:
         super().__init__(bucket, spec, messages, group)
-        self._exchange, self._pieces, self._ahead, self._apart = exchange, pieces, ahead, apart
+        self._brings = brings
 
-    def collect(
-        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
-    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
-        collected = super().collect(graph_run, data, indices, times)
-        if collected is None:
+    def collect(self, *message: tf.Tensor) -> Pushed | None:
+        if (collected := super().collect(*message)) is None:
             return None
         number, data, indices = collected
-        values = np.frombuffer(memoryview(indices), np.float64).tolist()
-        if self._apart:
-            check_moves(self.bucket, self._pieces)
-        self.step_scalars = bring(self._exchange, self.bucket, self._pieces, values, ahead=self._ahead)
+        self.step_scalars = self._brings(np.frombuffer(memoryview(indices), np.float64).tolist())
         return number, data, _NO_BYTES

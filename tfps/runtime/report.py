@@ -1,68 +1,43 @@
 """Reports where a step's time goes and what would shorten it, from the times of gradients and updates alone.
 
-Layers are not timed: the forward time of a bucket's layers is assumed proportional to the time between its gradient
-and the previous one. The factor is the one that explains when the next step's first gradient came.
-
-Where workers exchange in rounds, one ends where a part of the model, a fragment, is exchanged; the worker takes what
-comes back some steps later, all of it at once. Steps are not timed: a round has equal ones (`Stepping`).
+docs/design.md ("Report") says how. Tested in tests/runtime/test_report.py.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tfps.compression import LEAST_BYTES
 from tfps.errors import TfpsError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
-from tfps.trace.step_times import (
-    NEGLIGIBLE,
-    Interval,
-    Intervals,
-    Limit,
-    StepTimes,
-    clip,
-    limit_of,
-    overlap,
-    step_times,
-    total,
-    union,
-)
+from tfps.trace.step_times import NEGLIGIBLE, Interval, Intervals, Limit, clip, limit_of, overlap, total, union
 
 MIN_STEPS = 4
 _LINK = " link ("  # in a limit
 _SUGGESTED = ("bfloat16", "int8")
 _INNER_STEPS = 50  # as of Config
-
-
 _HALVINGS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
-    """When workers exchange what.
+    """When workers exchange what."""
 
-    Attributes:
-        inner_steps: from one exchange of a bucket to the next; 1: every step exchanges all.
-        fragments, overlap_steps: of `Config`.
-        waits: whether workers wait for each other's steps.
-        whole_replies: whether replies are parameters, not compressed as gradients are.
-        every_step: whether each step exchanges gradients that all wait for, so that other ways to train are faster.
-    """
-
-    inner_steps: int = 1
-    fragments: int = 1
+    inner_steps: int = 1  # from one exchange of a bucket to the next; 1: every step exchanges all
+    fragments: int = 1  # this and the next: of `Config`
     overlap_steps: int = 0
-    waits: bool = True
-    whole_replies: bool = False
-    every_step: bool = True
+    waits: bool = True  # whether workers wait for each other's steps
+    whole_replies: bool = False  # whether replies are parameters, not compressed as gradients are
+    every_step: bool = True  # whether each step exchanges gradients that all wait for: other ways to train are faster
 
     @property
     def in_parts(self) -> bool:
@@ -70,28 +45,16 @@ class Stepping:
         return self.fragments > 1 or self.overlap_steps > 0
 
     def waits_in(self, bounds: Interval, exchanges: Sequence[Interval]) -> Intervals:
-        """When a worker waited in a round from one exchange of all to the next.
-
-        Args:
-            bounds: of the round, in nanoseconds.
-            exchanges: from when a bucket was ready until its variables had come; of the rounds that `bounds` touches.
-        """
+        """When a worker waited (ns) in a round from one exchange of all to the next."""
 
         def waits(step_ns: float) -> Intervals:
-            begins = [(ready + round(self.overlap_steps * step_ns), done) for ready, done in exchanges]
+            begins = ((ready + round(self.overlap_steps * step_ns), done) for ready, done in exchanges)
             return clip(union(begins), *bounds)
 
-        duration = bounds[1] - bounds[0]
-        # How long a step takes such that its steps and waits fill the round.
-        _, step_ns = _bisect(
-            duration / self.inner_steps, lambda step_ns: self.inner_steps * step_ns + total(waits(step_ns)) < duration
-        )
+        duration, steps = bounds[1] - bounds[0], self.inner_steps
+        # A step takes as long as makes its steps and waits fill the round.
+        _, step_ns = _bisect(duration / steps, lambda step_ns: steps * step_ns + total(waits(step_ns)) < duration)
         return waits(step_ns)
-
-    def round_s(self, compute_s: float, exchange_s: float) -> float:
-        """Returns a round in seconds: its steps take `compute_s` without waits, all that travels `exchange_s`."""
-        meanwhile_s = compute_s * self.overlap_steps / self.inner_steps
-        return compute_s + self.fragments * max(exchange_s / self.fragments - meanwhile_s, 0.0)
 
 
 _STEP_BY_STEP = Stepping()
@@ -106,7 +69,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The last steps of one bucket. Buckets are ordered by `priority`, the order of first use."""
+    """The last steps of one bucket."""
 
     name: str
     priority: int
@@ -117,7 +80,6 @@ class History:
 
     @classmethod
     def of(cls, spec: BucketSpec, rounds: Sequence[Round]) -> History:
-        """Those of the bucket `spec`."""
         sent = codec_bytes(spec.codec, spec.nbytes)
         compressible = spec.kind == "sum" and spec.dtype == "float32" and spec.nbytes >= LEAST_BYTES
         return cls(spec.name, spec.priority, spec.nbytes, rounds, sent, compressible)
@@ -125,11 +87,6 @@ class History:
     def as_sent(self, codec: str) -> int:
         """Bytes that a step would send with `codec`."""
         return codec_bytes(codec_of(codec), self.nbytes) if self.compressible else self.nbytes
-
-    @property
-    def on_wire(self) -> int:
-        """Bytes that a step sends."""
-        return self.nbytes if self.sent_bytes is None else self.sent_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +194,6 @@ def make_report(
     window_bytes: int = 0,
     stepping: Stepping = _STEP_BY_STEP,
 ) -> Report:
-    """Returns the report; `slice_bytes` and `window_bytes` are the current sizes."""
     longest = max((len(history.rounds) for history in histories), default=0)
     if longest < MIN_STEPS:
         every = stepping.inner_steps
@@ -247,45 +203,52 @@ def make_report(
     buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
     rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]
     backward = _backward(rounds)
-    steps, factors = zip(*(_explain(now, after, backward, stepping) for now, after in pairwise(rounds)), strict=True)
+    explained = (_explain(now, after, backward, stepping) for now, after in pairwise(rounds))
+    waits_ns, exchanges_ns, factors = zip(*explained, strict=True)
     ends = [max(one.ready_s for one in step) for step in rounds]
     step_s = statistics.median(after - now for now, after in pairwise(ends))
-    exposed_s = min(_median_s(step.exposed_ns for step in steps), step_s)
-    wire_s = _median_s(step.under_way_ns for step in steps)
+    exposed_s = min(statistics.median(waits_ns) / 1e9, step_s)
+    wire_s = statistics.median(exchanges_ns) / 1e9
     factor = statistics.median(factors)
     layers = tuple(
         Layer(history.name, factor * seconds, seconds, history.nbytes)
         for history, seconds in zip(buckets, backward, strict=True)
     )
     bytes_per_s = _rate(links)
-    step_bytes, sent_bytes = sum(h.nbytes for h in buckets), sum(h.on_wire for h in buckets)
+    step_bytes = sum(h.nbytes for h in buckets)
+    sent_bytes = sum(h.nbytes if h.sent_bytes is None else h.sent_bytes for h in buckets)
     received_bytes = step_bytes if stepping.whole_replies else sent_bytes
     wire_bytes = max(sent_bytes, received_bytes)  # both ways are used at the same time
     # A round of many steps may be limited by an exchange that takes a small part of it.
     limit = _limit(step_s, exposed_s, wire_s if stepping.inner_steps > 1 else step_s, wire_bytes, links, stepping.waits)
     # The rate is that of compressed bytes, the layers' are not compressed.
-    rate = bytes_per_s * (step_bytes / wire_bytes if wire_bytes else 1.0)
-    model = (_PartsModel if stepping.in_parts else _Model)(layers, step_s - exposed_s, rate, stepping)
-    modelled_s = model.step_s(1.0)
+    rate = bytes_per_s * (step_bytes / wire_bytes if wire_bytes else 1.0) or math.inf
+    compute_s = step_s - exposed_s
+    modelled_s = _modelled_s(layers, compute_s, rate, stepping)
+    in_order_s = modelled_s if stepping.in_parts else _in_order_s(layers, compute_s, rate)
 
     def calibrated(estimate_s: float) -> float:
         # Nothing is known of a step that only waited, and for no network.
         return estimate_s * (step_s / modelled_s) if modelled_s else step_s
+
+    def estimate(faster: float) -> float:
+        """A step with a network so many times as fast."""
+        return calibrated(_modelled_s(layers, compute_s, rate * faster, stepping))
 
     other_ways = _LINK in limit and stepping.every_step  # to train are worth naming
     may_compress = other_ways and sent_bytes == step_bytes and any(history.compressible for history in buckets)
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(
         step_s=step_s,
-        compute_s=step_s - exposed_s,
+        compute_s=compute_s,
         exposed_wait_s=exposed_s,
         wire_s=wire_s,
         overlap=overlap(max(wire_s - exposed_s, 0.0), wire_s),
         bytes_per_s=bytes_per_s,
         limit=limit,
-        without_schedule_s=max(calibrated(model.in_order_s()), step_s),
-        with_twice_the_bandwidth_s=calibrated(model.step_s(2.0)),
-        with_one_more_pserver_s=calibrated(model.step_s(more)),
+        without_schedule_s=max(calibrated(in_order_s), step_s),
+        with_twice_the_bandwidth_s=estimate(2.0),
+        with_one_more_pserver_s=estimate(more),
         layers=layers,
         slice_bytes=slice_bytes,
         window_bytes=window_bytes,
@@ -293,7 +256,7 @@ def make_report(
         sent_bytes=sent_bytes,
         received_bytes=received_bytes,
         with_codec_s={
-            codec: calibrated(model.step_s(step_bytes / sum(history.as_sent(codec) for history in buckets)))
+            codec: estimate(step_bytes / sum(history.as_sent(codec) for history in buckets))
             for codec in (_SUGGESTED if may_compress else ())
         },
         with_inner_steps_s=step_s - exposed_s * (1 - 1 / _INNER_STEPS) if other_ways else None,
@@ -316,14 +279,16 @@ def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
 
 def _explain(
     now: Sequence[Round], after: Sequence[Round], backward: Sequence[float], stepping: Stepping
-) -> tuple[StepTimes, float]:
-    """Returns the step from the last gradient of `now` to that of `after`, and its forward/backward time ratio."""
+) -> tuple[int, int, float]:
+    """Returns waits and exchanges (ns) from the last gradient of `now` to that of `after`, and forward / backward."""
     start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
     bounds = _ns(start_s, max(one.ready_s for one in after))
     exchanges = [_ns(*one) for one in (*now, *after)]
+    exchanges_ns = total(clip(union(exchanges), *bounds))
     if stepping.in_parts:
-        times = step_times(bounds, [bounds], stepping.waits_in(bounds, exchanges), [], union(exchanges))
-        return times, max(times.compute_ns / 1e9 / sum(backward) - 1, 0.0) if sum(backward) else 0.0
+        waits_ns = total(stepping.waits_in(bounds, exchanges))
+        compute_s = (bounds[1] - bounds[0] - waits_ns) / 1e9
+        return waits_ns, exchanges_ns, max(compute_s / sum(backward) - 1, 0.0) if sum(backward) else 0.0
     # The first gradient's backward time is included, too: as if its layers were passed twice more.
     weights = [*backward[:-1], 3 * backward[-1]]
 
@@ -337,12 +302,11 @@ def _explain(
 
     most = (end_s - start_s) / sum(weights) if sum(weights) else 0.0
     factor, _ = _bisect(most, lambda factor: run(factor)[0] < end_s)
-    gates = clip(run(factor)[1], *_ns(start_s, end_s))
-    return step_times(bounds, [bounds], gates, [], union(exchanges)), factor
+    return total(clip(run(factor)[1], *_ns(start_s, end_s))), exchanges_ns, factor
 
 
 def _bisect(high: float, is_below: Callable[[float], bool]) -> tuple[float, float]:
-    """Returns the bounds, within 0 and `high`, of the number up to which `is_below` holds."""
+    """Returns bounds, within 0 and `high`, of the number up to which `is_below` holds."""
     low = 0.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -352,10 +316,6 @@ def _bisect(high: float, is_below: Callable[[float], bool]) -> tuple[float, floa
 
 def _ns(begin_s: float, end_s: float) -> Interval:
     return round(begin_s * 1e9), round(end_s * 1e9)
-
-
-def _median_s(times_ns: Iterable[int]) -> float:
-    return statistics.median(times_ns) / 1e9
 
 
 def _busy(links: Sequence[Link]) -> list[Link]:
@@ -395,66 +355,37 @@ def _limit(
     return f"this worker's link ({sum(link.bytes_per_s for link in busy) * 8e-6:.0f} Mbit/s to all pservers)"
 
 
-class Timed(Protocol):
-    """A layer as `least_step_s` needs it."""
+def least_step_s(layers: Iterable[tuple[float, int]], compute_s: float, exchange_s: Callable[[int], float]) -> float:
+    """Returns the lower bound of a step (docs/lower_bound.md), of `compute_s` without any waiting.
 
-    @property
-    def forward_s(self) -> float: ...
-
-    @property
-    def backward_s(self) -> float: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def least_step_s(layers: Sequence[Timed], compute_s: float, exchange_s: Callable[[int], float]) -> float:
-    """Returns the lower bound of a step in seconds (docs/lower_bound.md), with layers in forward order.
-
-    Args:
-        compute_s: of a step without any waiting.
-        exchange_s: lower bound of the time to exchange a number of bytes.
+    `layers`, in forward order: seconds of forward and backward together, and bytes. `exchange_s` bounds an exchange.
     """
     best, before_s, nbytes = compute_s, 0.0, 0
-    for layer in layers:
-        nbytes += layer.nbytes
+    for layer_s, layer_bytes in layers:
+        nbytes += layer_bytes
         if nbytes:
             best = max(best, compute_s - before_s + exchange_s(nbytes))
-        before_s += layer.forward_s + layer.backward_s
+        before_s += layer_s
     return best
 
 
-class _Model:
-    """Estimates steps from a measured profile and bandwidth."""
-
-    def __init__(self, layers: Sequence[Layer], compute_s: float, bytes_per_s: float, stepping: Stepping) -> None:
-        self._layers, self._compute_s, self._bytes_per_s, self._stepping = layers, compute_s, bytes_per_s, stepping
-
-    def step_s(self, faster: float) -> float:
-        """Returns the step with a network `faster` times as fast."""
-        return least_step_s(self._layers, self._compute_s, lambda nbytes: self._wire_s(nbytes) / faster)
-
-    def in_order_s(self) -> float:
-        """Returns the step if gradients are sent as they come and the next forward pass waits for all of them."""
-        clock_s = sent_s = 0.0
-        for layer in reversed(self._layers):
-            clock_s += layer.backward_s
-            sent_s = max(sent_s, clock_s) + self._wire_s(layer.nbytes)
-        return self._compute_s + max(sent_s - clock_s, 0.0)
-
-    def _wire_s(self, nbytes: int) -> float:
-        return nbytes / self._bytes_per_s if self._bytes_per_s else 0.0
+def _modelled_s(layers: Sequence[Layer], compute_s: float, bytes_per_s: float, stepping: Stepping) -> float:
+    """Estimates a step from its profile."""
+    if not stepping.in_parts:
+        times = ((layer.forward_s + layer.backward_s, layer.nbytes) for layer in layers)
+        return least_step_s(times, compute_s, lambda nbytes: nbytes / bytes_per_s)
+    exchange_s = sum(layer.nbytes for layer in layers) / bytes_per_s
+    meanwhile_s = compute_s * stepping.overlap_steps / stepping.inner_steps
+    return compute_s + stepping.fragments * max(exchange_s / stepping.fragments - meanwhile_s, 0.0)
 
 
-class _PartsModel(_Model):
-    """Of rounds whose exchanges are waited for as a whole: their order makes no difference."""
-
-    def step_s(self, faster: float) -> float:
-        exchange_s = self._wire_s(sum(layer.nbytes for layer in self._layers))
-        return self._stepping.round_s(self._compute_s, exchange_s / faster)
-
-    def in_order_s(self) -> float:
-        return self.step_s(1.0)
+def _in_order_s(layers: Sequence[Layer], compute_s: float, bytes_per_s: float) -> float:
+    """Estimates a step if gradients are sent as they come and the next forward pass waits for all of them."""
+    clock_s = sent_s = 0.0
+    for layer in reversed(layers):
+        clock_s += layer.backward_s
+        sent_s = max(sent_s, clock_s) + layer.nbytes / bytes_per_s
+    return compute_s + max(sent_s - clock_s, 0.0)
 
 
 def _ms(seconds: float) -> str:

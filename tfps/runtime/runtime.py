@@ -1,8 +1,7 @@
 """The host side of the graph: takes messages of send ops, exchanges them, and applies the replies.
 
 Thread "tfps-pump" moves messages from the TensorFlow queue into the exchange; threads "tfps-apply" run updates and
-answer pulls (see update_executor.py). None blocks on the network; the exchange's receiver threads only hand replies
-over.
+answer pulls. None blocks on the network; the exchange's receiver threads only hand replies over.
 
 Tested in tests/strategy/test_strategy.py, tests/strategy/test_stopped_steps.py and tests/runtime/test_interrupts.py.
 """
@@ -18,7 +17,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -39,7 +38,15 @@ from tfps.trace.capture import CapturedBucket
 from tfps.trace.recorder import Recorder
 from tfps.worker.client import PATIENCE_S
 
+logger = logging.getLogger("tfps")
 _TICK_S = 0.2
+_NO_BYTES = np.empty(0, np.uint8)
+_NO_TIMES = np.empty(0, np.float64)
+_DRAINED = -1  # in place of a transfer's id: all messages before it have been started
+_CLOSED = -2  # in place of a transfer's id: the queue of messages is about to be closed
+_HISTORY_STEPS = 16
+_T = TypeVar("_T")
+Key = str | tuple[Hashable, ...]  # names one bucket of this process
 
 
 def wait(done: threading.Event, timeout_s: float = float("inf")) -> bool:
@@ -77,26 +84,6 @@ def indivisible(exchange: Exchange, what: str) -> Iterator[None]:
         raise
 
 
-logger = logging.getLogger("tfps")
-_NO_BYTES = np.empty(0, np.uint8)
-_NO_TIMES = np.empty(0, np.float64)
-_DRAINED = -1  # in place of a transfer's id: all messages before it have been started
-_CLOSED = -2  # in place of a transfer's id: the queue of messages is about to be closed
-_HISTORY_STEPS = 16
-_T = TypeVar("_T")
-Key = str | tuple[Hashable, ...]  # names one bucket of this process
-
-
-class _Sent(NamedTuple):
-    """What one round needs once it comes back: the next may have been sent by then."""
-
-    payload: Payload | None
-    graph_run: int | tf.Tensor
-    data: tf.Tensor | None
-    round: int
-    ready_s: float
-
-
 class DeclaredBuckets:
     """Declares each key once. Thread-safe."""
 
@@ -106,7 +93,8 @@ class DeclaredBuckets:
         self._ids: dict[Key, int] = {}
         self._declared: dict[int, tuple[Key, BucketSpec]] = {}  # by id
         self._later: list[tuple[Key, BucketSpec]] = []  # to declare with the next new ones
-        self.before: Callable[[BucketSpec], None] | None = None  # called before new ones are, but for those of updates
+        # Called before occasional ones are declared, and by `Runtime.exchange_now` for all but those of updates.
+        self.before: Callable[[BucketSpec], None] | None = None
 
     def ids(self, buckets: Sequence[tuple[Key, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
         """Returns the ids of `buckets`, pairs of a key and the spec to declare if the key is new.
@@ -114,25 +102,24 @@ class DeclaredBuckets:
         May be interrupted (Ctrl-C) on any rank and called again: either all ranks have declared the new keys, and the
         next call knows them, or none has.
         """
+
+        def declare(stop: threading.Event) -> None:
+            with self._declaring:
+                # They may be among the later ones.
+                new = {key: spec for key, spec in dict([*self._later, *buckets]).items() if key not in self._ids}
+                if not any(key in new for key, _ in buckets):
+                    return  # declared by an interrupted call that has only just ended
+                ids = self._exchange.declare(list(new.values()), details, stop)
+                self._declared.update(zip(ids, new.items(), strict=True))
+                self._ids.update(zip(new, ids, strict=True))
+                self._later.clear()
+
         if new := [spec for key, spec in buckets if key not in self._ids]:
             for spec in new:
                 if spec.occasional and self.before is not None:
                     self.before(spec)
-            sheltered(lambda stop: self._declare(buckets, details, stop), wait)
+            sheltered(declare, wait)
         return [self._ids[key] for key, _ in buckets]
-
-    def _declare(
-        self, buckets: Sequence[tuple[Key, BucketSpec]], details: Sequence[str], stop: threading.Event
-    ) -> None:
-        with self._declaring:
-            # They may be among the later ones.
-            new = {key: spec for key, spec in dict([*self._later, *buckets]).items() if key not in self._ids}
-            if not any(key in new for key, _ in buckets):
-                return  # declared by an interrupted call that has only just ended
-            ids = self._exchange.declare(list(new.values()), details, stop)
-            self._declared.update(zip(ids, new.items(), strict=True))
-            self._ids.update(zip(new, ids, strict=True))
-            self._later.clear()
 
     def later(self, key: Key, spec: BucketSpec) -> None:
         """Declares a bucket together with the next new ones, so it costs no extra wait."""
@@ -140,30 +127,17 @@ class DeclaredBuckets:
             self._later.append((key, spec))
 
     def has(self, key: Key) -> bool:
-        """Whether `key` has been declared."""
         return key in self._ids
 
     def spec(self, bucket: int) -> BucketSpec:
-        """Returns the declared spec."""
         return self._declared[bucket][1]
 
     def known(self) -> list[CapturedBucket]:
         """Returns all buckets by id, as a capture describes them."""
-        declared, found = dict(self._declared), []
-        for bucket in range(len(declared)):
-            key, spec = declared[bucket]
-            variables = spec.names if key[0] == "update" else ()
-            found.append(CapturedBucket(spec.name, variables, spec.priority, spec.nbytes))
-        return found
-
-
-class Capturing(Protocol):
-    """A capture that is being recorded; see trace_run.py."""
-
-    of_fit: bool
-
-    def abandon(self) -> None:
-        """Stops recording without writing anything."""
+        return [
+            CapturedBucket(spec.name, spec.names if key[0] == "update" else (), spec.priority, spec.nbytes)
+            for _, (key, spec) in sorted(dict(self._declared).items())
+        ]
 
 
 class Runtime:
@@ -174,11 +148,15 @@ class Runtime:
         self.spans = StepSpans(recorder, exchange.rank)
         with tf.init_scope(), tf.device(HOST):
             self._messages = tf.queue.FIFOQueue(1_000_000, MESSAGE, name="tfps_send")
+            self.queue = self._messages.queue_ref  # receives the messages of send ops
             self._no_indices = tf.constant(_NO_BYTES)  # once: an eager constant takes 0.03 ms
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, Transfer] = {}  # by id
         self._retired: list[int] = []
         self._ids = itertools.count()
+        self.transfer = self._transfers.get  # by id; None: its graph is gone
         self.declared = DeclaredBuckets(exchange)
+        self.buckets, self.declare_later = self.declared.ids, self.declared.later
+        self.alone = exchange.info.embedded  # one worker and no network: exchanged data comes back unchanged
         self._progress = threading.Condition()  # truth: _under_way or _mark has changed
         self._closing = False
         self._closed = threading.Event()  # no message can be put any more
@@ -189,15 +167,14 @@ class Runtime:
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; the update executor writes
         self._shared: dict[type, object] = {}
-        self.capturing: Capturing | None = None  # the capture being recorded
+        self.abandon_capture: Callable[[], None] | None = None  # that a callback records in `fit`
         self._messages_seen = 0  # pump thread writes
         self._exchanged = self._exchanged_now = 0  # exchanges by messages (pump thread), and by `exchange_now`
-        self.before_exchange: Callable[[BucketSpec], None] | None = None  # called by `exchange_now`, but for updates
-        self._before_close: list[Callable[[], None]] = []
+        self.before_close: list[Callable[[], None]] = []  # called when it begins to close
         self._starting = False  # whether the pump works on a message; what pservers need may block it for long
         self._under_way = 0  # messages whose transfer has not finished; guarded by _progress
         self.gate_watch = GateWatch(exchange, self._activity)
-        exchange.add_failure_listener(self._report)
+        exchange.add_failure_listener(self._failed)
         self._replies = UpdateExecutor(_on_host)
         self._pump_thread = threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True)
         self._pump_thread.start()
@@ -209,24 +186,6 @@ class Runtime:
         return cast(_T, self._shared[kind])
 
     @property
-    def alone(self) -> bool:
-        """Whether there is one worker and no network: exchanged data comes back unchanged."""
-        return self.exchange.info.embedded
-
-    @property
-    def queue(self) -> tf.Tensor:
-        """The queue that receives the messages of send ops."""
-        return self._messages.queue_ref
-
-    def buckets(self, asked: Sequence[tuple[Key, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
-        """See `DeclaredBuckets.ids`."""
-        return self.declared.ids(asked, details)
-
-    def declare_later(self, key: Key, spec: BucketSpec) -> None:
-        """See `DeclaredBuckets.later`."""
-        self.declared.later(key, spec)
-
-    @property
     def exchanges(self) -> int:
         """Number of exchanges that the program has requested so far. Exact on the pump thread."""
         return self._exchanged + self._exchanged_now
@@ -236,7 +195,6 @@ class Runtime:
         return len({transfer.bucket for transfer in self._transfers.values() if isinstance(transfer, DeferredUpdate)})
 
     def report(self, stepping: Stepping) -> Report:
-        """See `make_report`."""
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
         info = self.exchange.info
         return make_report(histories, info.links(), info.slice_bytes, info.window_bytes, stepping)
@@ -256,10 +214,6 @@ class Runtime:
         for each in graphs:
             weakref.finalize(each, gone).atexit = False
 
-    def transfer(self, identity: int) -> Transfer | None:
-        """Returns the transfer with this id, None if its graph is gone."""
-        return self._transfers.get(identity)
-
     def exchange_now(
         self,
         bucket: int,
@@ -272,8 +226,8 @@ class Runtime:
         """
         spec = self.declared.spec(bucket)
         with indivisible(self.exchange, spec.name):
-            if self.before_exchange is not None and not spec.update:
-                self.before_exchange(spec)
+            if self.declared.before is not None and not spec.update:
+                self.declared.before(spec)
             done, replies = threading.Event(), list[Reply]()
 
             def on_reply(reply: Reply) -> None:
@@ -292,7 +246,7 @@ class Runtime:
             if replies[0].error is not None:
                 raise replies[0].error
             if self.recorder.enabled:
-                self.spans.ready(begin, bucket, spec, step, _size(as_bytes(payload)))
+                self.spans.ready(begin, bucket, spec, step, len(as_bytes(payload) or b""))
                 self.spans.waited(begin, self.spans.now(), bucket, spec, step)
             return replies[0]
 
@@ -302,23 +256,20 @@ class Runtime:
             self._pushed[bucket] += 1
             return self._pushed[bucket] - 1
 
-    def before_close(self, callback: Callable[[], None]) -> None:
-        """Registers `callback` to be called when the runtime begins to close."""
-        self._before_close.append(callback)
-
     def close(self, *, drain: bool = True, reason: str = "") -> None:
-        """Finishes pending exchanges, which other workers need too, ends the threads and leaves the job.
+        """Finishes pending exchanges, which other workers need too, ends the threads and leaves the job for `reason`.
 
-        Without `drain`, pending exchanges fail with ClosedError. For `reason` see `Exchange.close`.
+        Without `drain`, pending exchanges fail with ClosedError.
         """
         with self._progress:
             if self._closing:
                 return
             self._closing = True
-        for callback in self._before_close:
+        for callback in self.before_close:
             callback()
-        if drain:
-            self._drain()
+        if drain and not self.settle(PATIENCE_S):
+            logger.warning("tfps: leaves once the other workers have finished their last step")
+            self.settle(self.wait_s)
         self.exchange.close(reason)
         with tf_private.eagerly():
             self._tell_pump(_CLOSED)  # TensorFlow would log a warning for the dequeue that the close cancels
@@ -329,17 +280,8 @@ class Runtime:
         self.gate_watch.stop()
         self.gate_watch.give_up(ClosedError("the strategy was closed before the gradient had come back"))
 
-    def _drain(self) -> None:
-        """Waits until everything sent has been applied, or the exchange has failed."""
-        if not self.settle(PATIENCE_S):
-            logger.warning("tfps: leaves once the other workers have finished their last step")
-            self.settle(self.wait_s)
-
     def settle(self, timeout_s: float) -> bool:
-        """Waits until everything sent so far has been applied or the exchange fails; returns False on timeout.
-
-        Nothing may be sent meanwhile.
-        """
+        """Waits until all that was sent is applied or the exchange fails; False on timeout. Nothing may be sent."""
         mark = next(self._marks)
         self._tell_pump(_DRAINED, mark)
 
@@ -356,7 +298,7 @@ class Runtime:
     def _pump(self) -> None:
         dequeue = tf.raw_ops.QueueDequeueV2
         while not (self._closed.is_set() and int(self._messages.size()) == 0):
-            identity, graph_run, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
+            identity, graph_run, *message, results = dequeue(handle=self.queue, component_types=MESSAGE)
             if int(identity) == _CLOSED:
                 self._closed.wait()
                 continue
@@ -372,11 +314,11 @@ class Runtime:
                 transfer.waiting.append(results)
             self._starting = True
             try:
-                self._start(transfer, graph_run, data, indices, times)
+                self._start(transfer, graph_run, *message)
             except Exception as error:  # this thread must survive: everything depends on it
                 self._break(transfer, error)
             self._starting = False
-            del transfer
+            del transfer, message
             if self._retired:
                 idle = int(self._messages.size()) == 0
                 while idle and self._retired:  # their graphs are gone: no more messages can come
@@ -393,11 +335,8 @@ class Runtime:
             return error
         return TfpsError(f"rank {self.exchange.rank}: the exchange of {spec.name} failed: {error}")
 
-    def _start(
-        self, transfer: Transfer, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
-    ) -> None:
-        collected = transfer.collect(graph_run, data, indices, times)
-        if collected is None:
+    def _start(self, transfer: Transfer, graph_run: tf.Tensor, *message: tf.Tensor) -> None:
+        if (collected := transfer.collect(graph_run, *message)) is None:
             return
         number, data, indices = collected
         payload: Payload | None = memoryview(data)
@@ -405,29 +344,51 @@ class Runtime:
             payload = pack_sparse(memoryview(indices), payload)
         elif transfer.spec.nbytes and not data.shape[0]:  # a replica without rows contributes nothing
             payload = data = None
-        if isinstance(transfer, DeferredUpdate) and self._rounds.skipped(number, transfer):
+        update = transfer if isinstance(transfer, DeferredUpdate) else None
+        if update is not None and self._rounds.skipped(number, update):
             raise stopped_step(self.exchange.rank, transfer.spec.name)
         done = self.spans.done.get(transfer.bucket)
         step = self.push(transfer, payload, graph_run, data)
-        if self.recorder.enabled:
-            self.spans.sent(transfer, step, number, _size(payload), done)
-        if isinstance(transfer, DeferredUpdate) and transfer.whole:
-            self.spans.count()
+        if update is not None:
+            if self.recorder.enabled:
+                self.spans.sent(update, step, number, len(payload or b""), done)
+            if update.whole:
+                self.spans.count()
 
     def push(
         self, transfer: Transfer, payload: Payload | None, graph_run: int | tf.Tensor = 0, data: tf.Tensor | None = None
     ) -> int:
-        """Pushes `payload` (`data` as a tensor) and returns the bucket's round.
+        """Pushes `payload` (`data` as a tensor) and returns the bucket's round; `transfer.finish` or `fail` follows."""
 
-        The update executor will call `transfer.finish` or `fail`.
-        """
-        sent = _Sent(payload, graph_run, data, self.next_round(transfer.bucket), time.monotonic())
-        self.submit(transfer.bucket, payload, functools.partial(self._finish, transfer, sent), transfer.step_scalars)
-        return sent.round
+        def finish(reply: Reply) -> None:
+            if reply.error is not None:
+                transfer.fail(reply.error)
+                return
+            begin, transfer.round = self.spans.now(), step
+            try:
+                if transfer.spec.kind == "sum":
+                    # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
+                    transfer.finish(graph_run, data if reply.sum is payload else tensor_of(reply.sum), self._no_indices)
+                else:
+                    indices, gathered = unpack_sparse(reply.parts or [])
+                    transfer.finish(graph_run, tf.constant(gathered), tf.constant(indices))
+            except Exception as error:  # neither its readers nor other workers may wait forever
+                self._break(transfer, error)
+            if isinstance(transfer, DeferredUpdate):
+                history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
+                history.append(Round(ready_s, time.monotonic()))
+            end = self.spans.now()
+            self.spans.done[transfer.bucket] = step, end
+            if self.recorder.enabled:
+                self.spans.updated(begin, end, transfer, step)
+
+        ready_s = time.monotonic()
+        step = self.next_round(transfer.bucket)
+        self.submit(transfer.bucket, payload, finish, transfer.step_scalars)
+        return step
 
     def submit(self, bucket: int, payload: Payload | None, finish: OnReply, step_scalars: bytes = b"") -> None:
         """Pushes `payload`; the update executor will call `finish` with the reply."""
-
         spec = self.declared.spec(bucket)
 
         def apply(reply: Reply) -> None:
@@ -439,58 +400,29 @@ class Runtime:
                 self._under_way -= 1
                 self._progress.notify_all()
 
-        def on_reply(reply: Reply) -> None:
-            self._replies.add(spec.priority, functools.partial(apply, reply))
-
         with self._progress:
             self._under_way += 1
         try:
-            self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
+            self.exchange.push(
+                bucket,
+                payload,
+                lambda reply: self._replies.add(spec.priority, functools.partial(apply, reply)),
+                step_scalars=step_scalars,
+            )
         except TfpsError:
             with self._progress:
                 self._under_way -= 1
             raise
-
-    def _finish(self, transfer: Transfer, sent: _Sent, reply: Reply) -> None:
-        if reply.error is not None:
-            transfer.fail(reply.error)
-            return
-        begin = self.spans.now()
-        transfer.round = sent.round
-        try:
-            transfer.finish(*self._tensors(transfer.spec, sent, reply))
-        except Exception as error:  # neither its readers nor other workers may wait forever
-            self._break(transfer, error)
-        if isinstance(transfer, DeferredUpdate):
-            history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
-            history.append(Round(sent.ready_s, time.monotonic()))
-        end = self.spans.now()
-        self.spans.done[transfer.bucket] = sent.round, end
-        if self.recorder.enabled:
-            self.spans.updated(begin, end, transfer, sent.round)
-
-    def _tensors(self, spec: BucketSpec, sent: _Sent, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns the graph run, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
-        if spec.kind == "sum":
-            # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
-            return sent.graph_run, (sent.data if reply.sum is sent.payload else tensor_of(reply.sum)), self._no_indices
-        indices, gathered = unpack_sparse(reply.parts or [])
-        return sent.graph_run, tf.constant(gathered), tf.constant(indices)
 
     def _activity(self) -> tuple[int, int]:
         """Returns the number of messages in flight and in total."""
         with self._progress:
             return self._under_way + self._starting, self._messages_seen
 
-    def _report(self, error: TfpsError) -> None:
-        self.gate_watch.wake()
+    def _failed(self, error: TfpsError) -> None:
         with self._progress:
             self._progress.notify_all()
         logger.error("tfps: training stopped: %s", error)
-
-
-def _size(payload: Payload | None) -> int:
-    return 0 if payload is None else len(payload)
 
 
 def _on_host(work: Callable[[], None]) -> None:

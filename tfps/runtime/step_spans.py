@@ -8,16 +8,14 @@ Tested in tests/runtime/test_trace_run.py and tests/runtime/test_inner_step.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.runtime.transfers import UNDECLARED, DeferredUpdate, Transfer
 from tfps.trace.recorder import Recorder
@@ -28,36 +26,16 @@ _STEPS_OPEN = 8  # maximum number of incomplete steps
 _COMPARE_NS = 1_000_000_000  # interval between comparisons of the clocks
 
 
-class Awaited(NamedTuple):
-    """A bucket that an inner step may wait for; `variable`: the position of the one whose read has a timestamp."""
-
-    bucket: int
-    spec: BucketSpec
-    variable: int
-
-
-@dataclass(eq=False)
-class _Step:
-    """A step with some of its sends; nanoseconds of the recorder's clock, 0 if unknown."""
-
-    asked_ns: int
-    missing: int
-    number: int = -1
-    whole: bool = False
-    begin_ns: int = 0
-    forward_ns: int = 0
-    first_ns: int = 0
-    last_ns: int = 0
+# A bucket that an inner step may wait for; the number is the position of the variable whose read has a timestamp.
+Awaited = tuple[int, BucketSpec, int]
 
 
 class StepSpans:
-    """Records steps, forward and backward passes, gates, gradients and input of one worker, while the recorder is on.
-
-    The pump thread calls `sent`, other threads the rest.
-    """
+    """Records what one worker does while the recorder is on; `sent` is called by the pump thread."""
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
-        self.recorder, self.rank = recorder, rank
+        self.recorder, self.now = recorder, recorder.clock
+        self._span = functools.partial(recorder.span, rank=rank)
         self.counted = 0  # training steps sent, recorded or not; pump thread writes
         self.on_step: Callable[[int], None] | None = None  # called for each of them on the pump thread; must be short
         self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # recorded steps: number, begin_ns
@@ -65,15 +43,13 @@ class StepSpans:
         self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; by tfps-apply
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
-        self._open: dict[int, _Step] = {}  # by graph run; pump thread only
+        # Of steps with some of their sends, by graph run: when gradients were ready; number, and times of the forward
+        # pass, once known. Pump thread only.
+        self._open: dict[int, tuple[list[int], list[tuple[int, int, int]]]] = {}
         self._rounds: dict[int, int] = {}  # by bucket: its last one that was sent and recorded; pump thread only
         self._until_ns = 0  # the end of the last step
         self._asked_ns = 0  # the first request for a batch outside of a graph
         self._eager_steps = 0
-
-    def now(self) -> int:
-        """Returns nanoseconds of the recorder's clock."""
-        return self.recorder.clock()
 
     def wall_offset_ns(self) -> int:
         """Returns the wall clock minus the recorder's, measured at most a second ago."""
@@ -85,10 +61,10 @@ class StepSpans:
             self._offset_ns, self._compared_ns = min(found)[1], self.now()
         return self._offset_ns
 
-    def sent(self, transfer: Transfer, step: int, graph_run: int, nbytes: int, done: tuple[int, int] | None) -> None:
+    def sent(
+        self, transfer: DeferredUpdate, step: int, graph_run: int, nbytes: int, done: tuple[int, int] | None
+    ) -> None:
         """Records a message of `transfer` in round `step` of its bucket; `done` is its `self.done` before the send."""
-        if not isinstance(transfer, DeferredUpdate):
-            return
         self._rounds[transfer.bucket] = step
         first, *others = [each.numpy().tolist() for each in transfer.times]  # no TensorFlow ops: they cost more
         ready = self._ns(max(first[0], *(each[0] for each in others)) if others else first[0])
@@ -99,19 +75,27 @@ class StepSpans:
         opened = min(opened, ready, done[1]) if done is not None and done[0] == step - 1 else min(opened, ready)
         if wanted and opened - wanted > _WAITED_NS:
             self.waited(wanted, opened, transfer.bucket, spec, step - 1, transfer.read)
-        self._add(transfer, step, graph_run, ready, begin, forward)
+        if graph_run not in self._open:
+            while len(self._open) >= _STEPS_OPEN:  # the step was stopped, or recording began in the middle of it
+                del self._open[next(iter(self._open))]
+            self._open[graph_run] = [], []
+        gradients, passes = self._open[graph_run]
+        gradients.append(ready)
+        if transfer.whole:
+            passes.append((step, begin, forward))
+        if len(gradients) == len(transfer.group):
+            del self._open[graph_run]
+            if passes:
+                self._record(graph_run, *passes[0], min(gradients), max(gradients))
 
     def count(self) -> None:
-        """Counts a training step."""
         self.counted += 1
         if self.on_step is not None:
             self.on_step(self.counted)
 
     def inner_step(self, graph_run: int, times: Sequence[float], awaited: Sequence[Awaited]) -> None:
         """Records a step of a local mode. The end of the last exchange of a bucket opened its gate, if it did wait."""
-        number = int(times[1])
         ready, begin, forward, *waits = map(self._ns, (times[0], *times[2:]))
-        step = _Step(self._asked_of(graph_run), 0, number, True, begin, forward, ready, ready)
         for (bucket, spec, variable), wanted, opened in zip(awaited, waits[::2], waits[1::2], strict=True):
             done, end = self.done.get(bucket, (-1, 0))
             last = self._rounds.get(bucket, done)
@@ -119,72 +103,50 @@ class StepSpans:
             opened = min(opened, ready, max(end, wanted)) if done == last else min(opened, ready)
             if wanted and opened - wanted > _WAITED_NS:
                 self.waited(wanted, opened, bucket, spec, last, variable)
-        self._record(step)
+        self._record(graph_run, int(times[1]), begin, forward, ready, ready)
 
-    def _asked_of(self, graph_run: int) -> int:
-        """Returns when the graph began."""
-        return self._ns(float(np.int64(graph_run).view(np.float64)))
+    def _record(self, graph_run: int, number: int, begin: int, forward: int, first: int, last: int) -> None:
+        """Records the spans of a complete step, which begin no earlier than the previous step ended.
 
-    def _add(self, transfer: DeferredUpdate, number: int, graph_run: int, ready: int, begin: int, forward: int) -> None:
-        if graph_run not in self._open:
-            while len(self._open) >= _STEPS_OPEN:  # the step was stopped, or recording began in the middle of it
-                del self._open[next(iter(self._open))]
-            self._open[graph_run] = _Step(self._asked_of(graph_run), len(transfer.group.transfers), first_ns=ready)
-        step = self._open[graph_run]
-        step.missing -= 1
-        step.first_ns, step.last_ns = min(step.first_ns, ready), max(step.last_ns, ready)
-        if transfer.whole:
-            step.whole, step.number, step.begin_ns, step.forward_ns = True, number, begin, forward
-        if not step.missing:
-            del self._open[graph_run]
-            if step.whole:
-                self._record(step)
-
-    def _record(self, step: _Step) -> None:
-        """Records the spans of a complete step, which begin no earlier than the previous step ended."""
-        asked = max(step.asked_ns, self._until_ns)
-        forward = min(step.forward_ns or step.first_ns, step.first_ns)
-        begin = max(min(step.begin_ns or asked, forward), self._until_ns)
-        forward, end = max(forward, begin), max(step.last_ns, begin)
-        span, of = self.recorder.span, {"step": step.number, "rank": self.rank}
+        The run of its graph is the time when that began. `first` and `last`: when gradients were ready.
+        """
+        asked = max(self._ns(float(np.int64(graph_run).view(np.float64))), self._until_ns)
+        forward = min(forward or first, first)
+        begin = max(min(begin or asked, forward), self._until_ns)
+        forward, end = max(forward, begin), max(last, begin)
         if begin - asked > _WAITED_NS:
-            span("input", asked, begin, **of)
-        self._step(step.number, min(self._asked(begin), asked), end)
-        span("forward", begin, forward, **of)
-        span("backward", forward, end, **of)
-        self._until_ns = end
+            self._span("input", asked, begin, step=number)
+        self._step(number, min(self._asked(begin), asked), end)
+        self._span("forward", begin, forward, step=number)
+        self._span("backward", forward, end, step=number)
 
     def ready(self, at_ns: int, bucket: int, spec: BucketSpec, step: int, nbytes: int) -> None:
         """Records that a bucket's gradient is ready on the host."""
-        self.recorder.span(
-            "ready", at_ns, at_ns, step=step, bucket=bucket, priority=spec.priority, nbytes=nbytes, rank=self.rank
-        )
+        self._span("ready", at_ns, at_ns, step=step, bucket=bucket, priority=spec.priority, nbytes=nbytes)
 
     def waited(self, begin_ns: int, end_ns: int, bucket: int, spec: BucketSpec, step: int, variable: int = -1) -> None:
         """Records a wait of the program for round `step` of a bucket."""
-        of = {"step": step, "bucket": bucket, "variable": variable, "priority": spec.priority, "rank": self.rank}
-        self.recorder.span("gate", begin_ns, end_ns, **of)
+        self._span("gate", begin_ns, end_ns, step=step, bucket=bucket, variable=variable, priority=spec.priority)
 
     def updated(self, begin_ns: int, end_ns: int, transfer: Transfer, step: int) -> None:
         """Records an update, or a part of one, or the result of a pull."""
+        bucket, spec = transfer.bucket, transfer.spec
         if isinstance(transfer, DeferredUpdate):
-            span = {"step": step, "bucket": transfer.bucket, "priority": transfer.spec.priority, "rank": self.rank}
-            self.recorder.span("update", begin_ns, end_ns, **span)
+            self._span("update", begin_ns, end_ns, step=step, bucket=bucket, priority=spec.priority)
         elif transfer.times:
-            ready = self._ns(transfer.times[0].numpy().item(0))
-            self.waited(ready, end_ns, transfer.bucket, transfer.spec, step)
+            self.waited(self._ns(transfer.times[0].numpy().item(0)), end_ns, bucket, spec, step)
 
     def input(self, begin_ns: int) -> None:
         """Records the wait for a batch that the program requested at `begin_ns`, outside of a graph."""
         if not self._asked_ns:
             self._asked_ns = begin_ns
-        self.recorder.span("input", begin_ns, self.now(), rank=self.rank)
+        self._span("input", begin_ns, self.now())
 
     def staged(self, begin_ns: int, batches: Structure) -> None:
         """Records a copy of batches to the devices."""
         leaves = [each for each in tf.nest.flatten(batches, expand_composites=True) if tf.is_tensor(each)]
         nbytes = sum(each.dtype.size * (each.shape.num_elements() or 0) for each in leaves)
-        self.recorder.span("staging", begin_ns, self.now(), nbytes=nbytes, rank=self.rank)
+        self._span("staging", begin_ns, self.now(), nbytes=nbytes)
 
     @contextlib.contextmanager
     def eager_step(self) -> Iterator[None]:
@@ -195,9 +157,8 @@ class StepSpans:
             return
         end, begin = self.now(), max(begin, self._until_ns)
         self._step(self._eager_steps, self._asked(begin), end)
-        self.recorder.span("forward", begin, end, step=self._eager_steps, rank=self.rank)
+        self._span("forward", begin, end, step=self._eager_steps)
         self._eager_steps += 1
-        self._until_ns = end
 
     def _asked(self, begin_ns: int) -> int:
         """Returns when the program requested the step's batch, if outside of a graph; else `begin_ns`."""
@@ -209,8 +170,9 @@ class StepSpans:
         return asked if known else begin_ns
 
     def _step(self, number: int, begin_ns: int, end_ns: int) -> None:
-        self.recorder.span("step", begin_ns, end_ns, step=number, rank=self.rank)
+        self._span("step", begin_ns, end_ns, step=number)
         self.steps.append((number, begin_ns))
+        self._until_ns = end_ns
 
     def _ns(self, seconds: float) -> int:
         """Converts a note to nanoseconds of the recorder's clock; 0 stays 0."""
@@ -221,9 +183,7 @@ _NOTHING = BucketSpec(("inner steps",), "gather", 0, "uint8", 0)
 
 
 class InnerStep(Transfer):
-    """Messages of one graph, one per step that exchanges nothing, or only sometimes: the step's number, its timestamps,
-    and two per bucket of `awaited`.
-    """
+    """A graph's messages, one per step that exchanges nothing, or only sometimes: number, times, two per `awaited`."""
 
     exchanges = False
 
@@ -232,10 +192,7 @@ class InnerStep(Transfer):
         self.awaited: list[Awaited] = []
         self._spans = spans
 
-    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor, /) -> None:
         if self._spans.recorder.enabled:
             self._spans.inner_step(int(graph_run), times.numpy().tolist(), self.awaited)
         self._spans.count()
-
-    def fail(self, error: TfpsError) -> None:
-        """Nobody waits for it."""

@@ -1,7 +1,6 @@
 """Notices steps that an error stopped halfway, so that nothing waits at a gate that will never open.
 
-TensorFlow stops a step at its first error: a reader may then hold a token, or a send may have closed its gates without
-sending.
+docs/design.md ("Steps that TensorFlow stops") says how that happens.
 
 Tested in tests/strategy/test_stopped_steps.py and tests/runtime/test_transfers.py.
 """
@@ -22,12 +21,7 @@ _LOST_AFTER = 30  # checks without any message after which a closed gate is lost
 
 
 class GateWatch:
-    """Puts an error into gates that stay closed with nothing in flight, and into all closed gates after a failure.
-
-    Args:
-        exchange: fails when a gate is lost.
-        activity: returns the number of messages in flight and in total. Called by the thread "tfps-gates".
-    """
+    """Puts an error into closed gates: after a failure, or without `activity` (messages in flight and in total)."""
 
     def __init__(self, exchange: Exchange, activity: Callable[[], tuple[int, int]]) -> None:
         self._exchange, self._activity = exchange, activity
@@ -36,21 +30,15 @@ class GateWatch:
         self._wake = threading.Event()  # set at failure and stop
         self._thread = threading.Thread(target=self._run, name="tfps-gates", daemon=True)
         self._thread.start()
+        exchange.add_failure_listener(lambda error: self._wake.set())
 
     def add(self, gates: Sequence[Gate]) -> None:
-        """Watches `gates` while they exist."""
         self._gates.update(gates)
 
     def gates(self) -> list[Gate]:
-        """Returns the gates of all variables."""
         return list(self._gates)
 
-    def wake(self) -> None:
-        """Wakes the thread after a failure of the exchange."""
-        self._wake.set()
-
     def stop(self) -> None:
-        """Ends the thread."""
         self._stopped = True
         self._wake.set()
         self._thread.join()
@@ -84,8 +72,7 @@ class GateWatch:
 class Rounds:
     """Detects steps that an error stopped between two sends. Pump thread only.
 
-    Gates order the sends of one bucket: once a later step sends a bucket, an earlier step that has sent only others of
-    its group never will, and rounds would no longer belong to the same step on all ranks.
+    Gates order the sends of a bucket: once a later step sends it, an earlier one that has sent others never will.
     """
 
     def __init__(self) -> None:
@@ -99,7 +86,7 @@ class Rounds:
             if any(each.bucket == transfer.bucket for each in missing):
                 return True
         if graph_run not in self._missing:
-            self._missing[graph_run] = set(transfer.group.transfers)
+            self._missing[graph_run] = set(transfer.group)
         missing = self._missing[graph_run]
         missing.discard(transfer)
         if not missing:

@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tensorflow as tf
@@ -22,11 +22,12 @@ from tfps import __version__
 from tfps.config import TraceRequest
 from tfps.errors import ConfigError, TfpsError
 from tfps.runtime.runtime import Runtime
-from tfps.trace.capture import NONE, Capture, Process, Setting, Span, by_lane, rows
+from tfps.trace.capture import NONE, Capture, Process, Setting, by_lane, rows
 from tfps.trace.capture_file import chrome_path, write_chrome
 from tfps.types import Structure
 
 FILE = "tfps.xplane.pb"
+logger = logging.getLogger("tfps")
 _PS_PER_NS = 1000
 _NUMBERS = ("step", "bucket", "slice", "priority", "nbytes", "rank", "pserver")
 
@@ -46,39 +47,31 @@ def overlapping_profiles(log_dir: str | Path, since_s: float) -> list[Path]:
 def write_xplane(
     capture: Capture, path: str | Path, profiles: Sequence[Path] = (), wall_offset_ns: int | None = None
 ) -> None:
-    """Writes one file: all of TensorFlow's `profiles`, then a plane per process.
+    """Writes one file: all of TensorFlow's `profiles`, then a plane per process, whose lines are rows of lanes.
 
-    Lines are rows of lanes, since events of one line must not overlap. TensorFlow's lines count from the start of its
-    profile, given in wall clock time; they are moved to the capture's clock if the difference is known
-    (`wall_offset_ns`, the wall clock minus the capture's).
+    Profiles count from their start in wall clock time; they are moved to the capture's clock if `wall_offset_ns`, the
+    difference, is known.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     space = xplane_pb2.XSpace()
     for file in profiles:
-        part = _load(file)
+        try:
+            part = xplane_pb2.XSpace.FromString(file.read_bytes())
+        except DecodeError as error:
+            raise TfpsError(f"'{file}' must be an XSpace of TensorFlow's profiler: {error}") from error
         began_ns = _began_ns(part)
         if wall_offset_ns is not None and began_ns:
-            _shift(part, began_ns - wall_offset_ns)
+            for line in (line for plane in part.planes for line in plane.lines):
+                line.timestamp_ns += began_ns - wall_offset_ns
         space.MergeFrom(part)
     lanes = by_lane(capture.spans)
     for number, process in enumerate(capture.processes):
         own = {lane: members for (where, lane), members in lanes.items() if where == number}
-        plane = space.planes.add(id=_free(space), name=f"/device:CUSTOM:{process.role}{process.number}")
-        _fill(plane, capture, own)
-        stats = {made.name: key for key, made in plane.stat_metadata.items()}
-        _stat(plane, stats, plane.stats.add(), "host", process.host)
-        _stat(plane, stats, plane.stats.add(), "clock_error_ns", process.clock_error_ns)
+        _add_process(space, capture, process, own)
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(space.SerializeToString())
     partial.replace(path)
-
-
-def _load(file: Path) -> xplane_pb2.XSpace:
-    try:
-        return xplane_pb2.XSpace.FromString(file.read_bytes())
-    except DecodeError as error:
-        raise TfpsError(f"'{file}' must be an XSpace of TensorFlow's profiler: {error}") from error
 
 
 def _began_ns(space: xplane_pb2.XSpace) -> int:
@@ -90,20 +83,17 @@ def _began_ns(space: xplane_pb2.XSpace) -> int:
     return 0
 
 
-def _shift(space: xplane_pb2.XSpace, offset_ns: int) -> None:
-    for plane in space.planes:
-        for line in plane.lines:
-            line.timestamp_ns += offset_ns
-
-
-def _free(space: xplane_pb2.XSpace) -> int:
-    return max((plane.id for plane in space.planes), default=0) + 1
-
-
-def _fill(plane: xplane_pb2.XPlane, capture: Capture, lanes: dict[str, list[int]]) -> None:
+def _add_process(space: xplane_pb2.XSpace, capture: Capture, process: Process, lanes: dict[str, list[int]]) -> None:
+    free = max((plane.id for plane in space.planes), default=0) + 1
+    plane = space.planes.add(id=free, name=f"/device:CUSTOM:{process.role}{process.number}")
     origin = capture.spans[0].begin_ns if capture.spans else 0
-    names: dict[str, int] = {}
+    titles: dict[str, int] = {}
     stats: dict[str, int] = {}
+
+    def add_stat(of: Structure, name: str, value: int | str) -> None:
+        number = _numbered(stats, plane.stat_metadata, name)
+        of.stats.add(metadata_id=number, **{"str_value" if isinstance(value, str) else "int64_value": value})
+
     for name, members in lanes.items():
         spans = [capture.spans[member] for member in members]
         placed = rows((span.begin_ns, max(span.end_ns, span.begin_ns + 1)) for span in spans)
@@ -114,24 +104,15 @@ def _fill(plane: xplane_pb2.XPlane, capture: Capture, lanes: dict[str, list[int]
         for span, row in zip(spans, placed, strict=True):
             title = f"{span.kind} {capture.variable_name(span)}".rstrip()
             event = lines[row].events.add(
-                metadata_id=_numbered(names, plane.event_metadata, title),
+                metadata_id=_numbered(titles, plane.event_metadata, title),
                 offset_ps=(span.begin_ns - origin) * _PS_PER_NS,
                 duration_ps=span.duration_ns * _PS_PER_NS,
             )
-            for field, value in _known(span):
-                _stat(plane, stats, event.stats.add(), field, value)
-
-
-def _known(span: Span) -> Iterable[tuple[str, int]]:
-    return ((field, value) for field in _NUMBERS if (value := getattr(span, field)) != NONE)
-
-
-def _stat(plane: xplane_pb2.XPlane, known: dict[str, int], stat: xplane_pb2.XStat, name: str, value: int | str) -> None:
-    stat.metadata_id = _numbered(known, plane.stat_metadata, name)
-    if isinstance(value, str):
-        stat.str_value = value
-    else:
-        stat.int64_value = value
+            for field in _NUMBERS:
+                if (value := getattr(span, field)) != NONE:
+                    add_stat(event, field, value)
+    add_stat(plane, "host", process.host)
+    add_stat(plane, "clock_error_ns", process.clock_error_ns)
 
 
 def _numbered(known: dict[str, int], table: Structure, name: str) -> int:
@@ -142,59 +123,59 @@ def _numbered(known: dict[str, int], table: Structure, name: str) -> int:
     return known[name]
 
 
-logger = logging.getLogger("tfps")
 _SETTLE_S = 10.0  # for the updates of the last step
 _END_S = 60.0  # for a capture that is written when the strategy is closed
 
 
 class TraceRun:
-    """A capture being recorded. Rank 0 only.
+    """A capture being recorded for `tensorboard --logdir`, by default under the time as its name. Rank 0 only.
 
-    Args:
-        log_dir: the directory for `tensorboard --logdir`.
-        name: of the run; None for the current time.
-        of_fit: started by a callback, which is not told if an exception ends `fit`.
+    `of_fit`: started by a callback, which is not told if an exception ends `fit`.
     """
 
     def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None, *, of_fit: bool = False) -> None:
         if name is not None and not re.fullmatch(r"[^/\\\0.][^/\\\0]*", name):
             raise ConfigError(f"name of a trace must be a file name, because the run gets it, got {name!r}")
-        self._runtime, self.of_fit = runtime, of_fit
-        self._log_dir = Path(log_dir)
+        self._runtime, self._log_dir = runtime, Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")
         runtime.exchange.captures.start()
-        runtime.capturing = self
+        runtime.abandon_capture = self.abandon if of_fit else None
         self._begin_ns = runtime.spans.now()
         self._begin_s = time.time()
         self._capture: Capture | None = None
 
     def stop(self, choose: Callable[[Sequence[int]], Sequence[int]] = lambda steps: steps, settle: bool = True) -> None:
-        """Stops recording and writes the capture, once the last step's updates are done.
-
-        Args:
-            choose: returns the requested steps among the recorded ones.
-            settle: wait for pending updates; only while nothing is being sent.
-        """
-        self._runtime.capturing = None
-        if settle:
+        """Stops recording and writes the steps that `choose` takes; with `settle` once their updates have ended."""
+        self._runtime.abandon_capture = None
+        if settle:  # only while nothing is being sent
             self._runtime.settle(_SETTLE_S)
-        spans, exchange = self._runtime.spans, self._runtime.exchange
-        steps = [number for number, begin_ns in list(spans.steps) if begin_ns >= self._begin_ns]
-        settings: dict[str, Setting] = {
-            "workers": exchange.view.workers,
-            "tfps": __version__,
-            "tensorflow": tf.__version__,
-        }
-        run = self._free_name()
-        chosen = sorted(set(choose(steps)))
-        self._capture = exchange.captures.stop(self._runtime.declared.known(), run, chosen, settings)
+        exchange, workers = self._runtime.exchange, self._runtime.exchange.view.workers
+        steps = [number for number, begin_ns in list(self._runtime.spans.steps) if begin_ns >= self._begin_ns]
+        settings: dict[str, Setting] = {"workers": workers, "tfps": __version__, "tensorflow": tf.__version__}
+        run, chosen = self._free_name(), sorted(set(choose(steps)))
+        self._capture = capture = exchange.captures.stop(self._runtime.declared.known(), run, chosen, settings)
         path = chrome_path(self._log_dir, run)
-        write_chrome(self._capture, path)
-        self._say(path)
+        write_chrome(capture, path)
+        error_ns = max(process.clock_error_ns for process in capture.processes)
+        listed = f"step {capture.steps[0]}" if capture.steps else "no training step"
+        if len(capture.steps) > 1:
+            listed = f"{len(capture.steps)} steps, {capture.steps[0]} to {capture.steps[-1]}"
+        logger.info(
+            'tfps: recorded %s: %d spans of %s%s, in %s; `tensorboard --logdir %s` shows it in the tab "Parameter '
+            'servers", `tfps_trace` in the terminal, https://ui.perfetto.dev as well',
+            listed,
+            len(capture.spans),
+            " and ".join(
+                f"{len(own)} {own[0].role}{'s' * (len(own) > 1)}" for own in (capture.workers, capture.pservers) if own
+            ),
+            f", clocks aligned to {error_ns / 1e6:.2g} ms" if len(capture.processes) > 1 else "",
+            path,
+            self._log_dir,
+        )
 
     def abandon(self) -> None:
         """Stops recording without writing anything."""
-        self._runtime.capturing = None
+        self._runtime.abandon_capture = None
         with contextlib.suppress(TfpsError):
             self._runtime.exchange.captures.stop([], self._name, [], {})
 
@@ -212,33 +193,6 @@ class TraceRun:
             number += 1
             run = f"{self._name}-{number}"
         return run
-
-    def _say(self, path: Path) -> None:
-        capture = self._capture
-        if capture is None:
-            return
-        error_ns = max(process.clock_error_ns for process in capture.processes)
-        clocks = f", clocks aligned to {error_ns / 1e6:.2g} ms" if len(capture.processes) > 1 else ""
-        logger.info(
-            'tfps: recorded %s: %d spans of %s%s, in %s; `tensorboard --logdir %s` shows it in the tab "Parameter '
-            'servers", `tfps_trace` in the terminal, https://ui.perfetto.dev as well',
-            _listed(capture.steps),
-            len(capture.spans),
-            " and ".join(_counted(own) for own in (capture.workers, capture.pservers) if own),
-            clocks,
-            path,
-            self._log_dir,
-        )
-
-
-def _counted(processes: Sequence[Process]) -> str:
-    return f"{len(processes)} {processes[0].role}{'s' if len(processes) > 1 else ''}"
-
-
-def _listed(steps: Sequence[int]) -> str:
-    if not steps:
-        return "no training step"
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
 _requests: set[TraceRequest] = set()  # taken by a strategy of this process
@@ -262,7 +216,7 @@ class _Unattended:
         self._end = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._finish, name="tfps-trace", daemon=True)
-        runtime.before_close(self._close)
+        runtime.before_close.append(self._close)
         self._heard(0)
         runtime.spans.on_step = self._heard
         self._thread.start()

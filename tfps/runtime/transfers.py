@@ -16,21 +16,14 @@ from tfps.graph.ops import Gate, answer
 from tfps.types import Function
 
 UNDECLARED = -1  # in place of a bucket's id
+Pushed = tuple[int, tf.Tensor, tf.Tensor]  # graph run, data and indices of a round
 _NO_BYTES = np.empty(0, np.uint8)
 
 
 class Transfer:
-    """Handles the messages of one send in one graph, one round at a time.
+    """Handles the messages of one send in one graph: per round `messages`, one for each local replica."""
 
-    `exchanges`: whether its messages lead to an exchange.
-
-    Args:
-        bucket: its id in the exchange.
-        spec: of the bucket.
-        messages: messages per round, one per local replica; one of them carries the data.
-    """
-
-    exchanges = True
+    exchanges = True  # whether its messages lead to an exchange
     step_scalars = b""  # of the round that is being pushed, for a bucket with an update; pump thread only
 
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
@@ -42,9 +35,7 @@ class Transfer:
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
         self.times: list[tf.Tensor] = []  # of the round's messages, the first replica's first
 
-    def collect(
-        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
-    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor, /) -> Pushed | None:
         """Returns what to push once all messages of the round are here, else None. Called by the pump thread.
 
         With several local replicas one message carries their sum; the others only confirm that their replica has closed
@@ -65,11 +56,10 @@ class Transfer:
 
     def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         """Uses the reduced bytes (flat uint8). Called by the update executor."""
-        raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
+        raise NotImplementedError
 
     def fail(self, error: TfpsError) -> None:
-        """Passes `error` to everything that waits for this round. Called by the update executor."""
-        raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
+        """Passes `error` to whatever waits for this round, if anything does. Called by the update executor."""
 
 
 class Comparison(Protocol):
@@ -82,11 +72,8 @@ class Comparison(Protocol):
         """Takes the digests that an update returned, one per local replica."""
 
 
-class Group:
+class Group(weakref.WeakSet["DeferredUpdate"]):
     """Transfers that one graph sends together, with the same number of its run."""
-
-    def __init__(self) -> None:
-        self.transfers: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
 
 
 class DeferredUpdate(Transfer):
@@ -95,7 +82,7 @@ class DeferredUpdate(Transfer):
     def __init__(self, bucket: int, spec: BucketSpec, messages: int, group: Group) -> None:
         super().__init__(bucket, spec, messages)
         self.group = group
-        group.transfers.add(self)
+        group.add(self)
         self.kept: tuple[str, ...] = ()  # names of values that the update reads as of the send
         self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
         self.whole = False  # whether its messages include the times of the forward pass
@@ -119,10 +106,7 @@ class DeferredUpdate(Transfer):
 
 
 class Pull(Transfer):
-    """Returns the reduced bytes to the graph that waits for them.
-
-    If the result is used, the bucket is declared before the graph's first run (see reductions.py).
-    """
+    """Returns the reduced bytes to the graph that waits for them; declared before its first run if it uses them."""
 
     def __init__(self, spec: BucketSpec) -> None:
         super().__init__(UNDECLARED, spec)
@@ -130,12 +114,10 @@ class Pull(Transfer):
         self.waiting: deque[tf.Tensor] = deque()
         self.declare: Callable[[], None] = lambda: None  # for a graph whose first run was not noticed
 
-    def collect(
-        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
-    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
+    def collect(self, *message: tf.Tensor) -> Pushed | None:
         if self.bucket == UNDECLARED:
             self.declare()
-        return super().collect(graph_run, data, indices, times)
+        return super().collect(*message)
 
     def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         answer(self.waiting.popleft(), ["", graph_run, data, indices])

@@ -12,14 +12,10 @@ from tfps.errors import TfpsError
 
 
 class UpdateExecutor:
-    """Runs calls, most urgent first. One that is more urgent than all that run does not wait for them.
+    """Runs calls, most urgent first. One that is more urgent than all that run gets a thread at once, others wait.
 
-    It gets a thread at once; all others wait until they are the most urgent. So calls of equal priority never run at
-    the same time, and usually one thread is enough: the first, which starts here. Where the system starts no more
-    threads, a call waits for those that run, however urgent it is. Any thread may add calls.
-
-    Args:
-        around: runs the loop of each thread, in whatever context the calls need.
+    So calls of equal priority never run at the same time, and usually one thread is enough. If the system starts no
+    more threads, a call waits for those that run. `around` runs the loop of each thread, in the calls' context.
     """
 
     def __init__(self, around: Callable[[Callable[[], None]], None]) -> None:
@@ -31,26 +27,25 @@ class UpdateExecutor:
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads that wait or have just been started
         self._closed = False
-        with self._changed:
-            try:
+        try:
+            with self._changed:
                 self._start()
-            except RuntimeError as error:
-                raise TfpsError(
-                    f"tfps needs a thread that runs updates, and the system starts none: {error}. Let this user or "
-                    "container have more threads (ulimit -u, the container's limit of pids)"
-                ) from error
+        except RuntimeError as error:
+            raise TfpsError(
+                f"tfps needs a thread that runs updates, and the system starts none: {error}. Let this user or "
+                "container have more threads (ulimit -u, the container's limit of pids)"
+            ) from error
 
     def add(self, priority: int, call: Callable[[], None]) -> None:
         """Runs `call`, which must not raise, on one of the threads; a smaller `priority` is more urgent."""
         with self._changed:
             heapq.heappush(self._waiting, (priority, next(self._arrivals), call))
-            if not self._may_start():
-                return
-            if self._idle:
+            may_start = self._may_start()
+            if may_start and self._idle:
                 self._changed.notify()
-                return
-            with contextlib.suppress(RuntimeError):  # no more threads: one of those that run takes it next
-                self._start()
+            elif may_start:
+                with contextlib.suppress(RuntimeError):  # no more threads: one of those that run takes it next
+                    self._start()
 
     def close(self) -> None:
         """Waits until all calls have ended, then ends the threads. Nothing may be added any more."""

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
-from tfps.graph.timestamps import NotedTimes, PassedGate, Timestamps
+from tfps.graph.timestamps import NotedTimes, Timestamps
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Function, Value
@@ -102,7 +102,7 @@ class UpdateScheduler:
     ) -> None:
         gates = self._state(graph).passed.by_variable
         for position, variable in enumerate(variables, 1):
-            gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[position]))
+            gates.setdefault((variable._unique_id, replica), (passed, passed.inputs[position]))
 
     def first_use(self, graph: tf.Graph) -> dict[str, int]:
         """Returns the order of first use in the outermost of the graphs around `graph`, by unique id."""

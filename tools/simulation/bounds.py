@@ -23,7 +23,8 @@ def lower_bound(profile: Profile, cluster: Cluster) -> float:
     takes the latency there and back; a worker's, a pserver's and the machine's processor; updates. What a slice costs
     whatever its size is left out: slices could be large.
     """
-    return least_step_s(profile.layers, profile.compute_s, lambda nbytes: exchange_s(cluster, nbytes))
+    layers = ((layer.forward_s + layer.backward_s, layer.nbytes) for layer in profile.layers)
+    return least_step_s(layers, profile.compute_s, lambda nbytes: exchange_s(cluster, nbytes))
 
 
 def exchange_s(cluster: Cluster, nbytes: int) -> float:
