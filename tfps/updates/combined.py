@@ -171,8 +171,7 @@ class Combiner:
             "to read them; to read or save on one rank only, call strategy.combine() on every rank before"
         )
         timer = threading.Timer(_PATIENCE_S, logger.warning, ["tfps: waits: %s", what])
-        timer.name = "tfps-combine-patience"
-        timer.daemon = True
+        timer.name, timer.daemon = "tfps-combine-patience", True
         timer.start()
         try:
             yield

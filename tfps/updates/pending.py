@@ -143,9 +143,7 @@ def group_gates(
 ) -> None:
     """Groups neighbors among `variables` (of an optimizer, in its order) up to `limit` bytes; `codec`: its name.
 
-    A group is the same on all ranks: buckets depend on it. Whether its variables share a gate is this worker's own
-    matter. They do unless a graph may hold the gate of one of them, or an update is under way. Variables with
-    different codecs are in different buckets, so in different groups.
+    A group is the same on all ranks: buckets depend on it. Whether its variables share a gate is this worker's matter.
     """
     groups: list[list[GatedVariable]] = [[]]
     filled, kind = 0, None
@@ -165,7 +163,7 @@ def group_gates(
         number = next(_groups_made)
         for variable in group:
             variable.group = number
-        if not any(variable.is_gate_in_use() for variable in group):
+        if not any(variable.is_gate_in_use() for variable in group):  # else a graph may hold the gate of one
             group[0].share_gates_with(group[1:])
 
 

@@ -213,8 +213,7 @@ class LocalGather:
     def gather(self, own: tf.IndexedSlices, replica: int, key: Hashable) -> tf.IndexedSlices:
         """Returns the rows of all local replicas, in their order; every one of them must call it, in a graph.
 
-        Only the number of rows may differ, and may be 0. `key` is the same for the same call on all replicas, and
-        another for each call in a graph.
+        Only the number of rows may differ. `key`: the same on all replicas, and another for each call in a graph.
         """
         with tf.device(self._devices[replica]):
             group, rows = self._group(key), tf.shape(own.indices)[0]
@@ -305,8 +304,7 @@ def _say_uncompressed(name: str) -> None:
 def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:
     """Declares all pulls of a graph when `name`, which seemed unneeded, sends a message. Called by the pump thread.
 
-    Its function is a dataset's, whose runs are invisible, or only a gradient needs its result. Others of the graph may
-    follow in another order on each rank.
+    Its function is a dataset's, or only a gradient needs it. Others may follow in another order on each rank.
     """
     if pulls is None:
         raise TfpsError(f"the graph that reduces {name} is gone")
