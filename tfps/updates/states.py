@@ -61,7 +61,8 @@ class States:
         if runtime.exchanges == self._compared:
             return
         own, replies = self._own(statistics=False), queue.SimpleQueue[Reply]()
-        self._said.push(_encoded(own), replies.put)
+        # Not by `AllGather.push`, for which closing would wait: the others may never say it.
+        runtime.exchange.push(self._said.declare(), _encoded(own), replies.put)
         with contextlib.suppress(queue.Empty):
             reply = replies.get(timeout=_PATIENCE_S)
             if isinstance(reply.error, MismatchError):  # another rank compared first
