@@ -89,8 +89,8 @@ class Metrics(keras.callbacks.Callback):
             return  # too few steps yet; a lost pserver stops training anyway
         values = [tf.compat.v1.Summary.Value(tag=f"tfps/{k}", simple_value=v) for k, v in found.items()]
         summary = tf.compat.v1.Summary(value=values).SerializeToString()
-        step = int(self.model.optimizer.iterations.numpy())
         with self._warned(), writer.as_default():  # tf.summary.scalar would need TensorBoard
+            step = int(self.model.optimizer.iterations.numpy())
             tf.summary.experimental.write_raw_pb(summary, step=step)
             writer.flush()
 

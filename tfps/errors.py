@@ -75,12 +75,15 @@ def in_a_line(error: BaseException) -> str:
 def outlined(error: TfpsError) -> TfpsError:
     """Returns `error` without those frames of its traceback that are tfps' own: a message says what users need."""
 
-    def outline(trace: TracebackType | None) -> TracebackType | None:
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_INNER):
-            trace = trace.tb_next
-        return trace and TracebackType(outline(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-
-    return error.with_traceback(outline(error.__traceback__))
+    frames, trace = list[TracebackType](), error.__traceback__
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_INNER):
+            frames.append(trace)
+        trace = trace.tb_next
+    outline: TracebackType | None = None
+    for frame in reversed(frames):
+        outline = TracebackType(outline, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return error.with_traceback(outline)
 
 
 def to_text(error: TfpsError) -> str:

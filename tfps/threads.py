@@ -50,10 +50,10 @@ def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.E
     """
     done, stop = threading.Event(), threading.Event()
     pool = DaemonPool(1, "tfps-sheltered")
-    future = pool.submit(call, stop)
-    future.add_done_callback(lambda _: done.set())
-    pool.shutdown(wait=False)
     try:
+        future = pool.submit(call, stop)
+        future.add_done_callback(lambda _: done.set())
+        pool.shutdown(wait=False)
         wait(done)
     except BaseException:
         stop.set()

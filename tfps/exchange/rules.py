@@ -63,11 +63,20 @@ def _sgd(p: Part) -> None:
 def _adam(p: Part) -> None:
     """Adam and AdamW (https://arxiv.org/abs/1412.6980), with `velocity_hat` as AMSGrad."""
     m, v = p.slots["momentum"], p.slots["velocity"]
-    m += (p.g - m) * _f(1 - p.k["beta_1"])
-    v += (np.square(p.g) - v) * _f(1 - p.k["beta_2"])
+    step = p.g - m  # in place from here on: most jobs spend their pservers' time here
+    step *= _f(1 - p.k["beta_1"])
+    m += step
+    np.square(p.g, out=step)
+    step -= v
+    step *= _f(1 - p.k["beta_2"])
+    v += step
     if (hat := p.slots.get("velocity_hat")) is not None:
         v = np.maximum(hat, v, out=hat)
-    p.w -= m * p.n["alpha"] / (np.sqrt(v) + _f(p.k["epsilon"]))
+    root = np.sqrt(v)
+    root += _f(p.k["epsilon"])
+    np.multiply(m, p.n["alpha"], out=step)
+    step /= root
+    p.w -= step
 
 
 def _adamax(p: Part) -> None:

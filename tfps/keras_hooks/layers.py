@@ -41,7 +41,7 @@ def _build_if_possible(
     if iterator is not None:
         data_batch = _described_batch(iterator)
         if data_batch is None:
-            _, _, batches = next(iter(iterator))
+            *_, batches = next(iter(iterator))
             data_batch = keras.tree.map_structure(_example, next(batches))
     optimizer = model.optimizer
     builds = optimizer is not None and not optimizer.built

@@ -80,11 +80,11 @@ def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[o
         return
     makes = getattr(epochs.data_adapter, "enqueuer", None) is not None
     allows = strategy is not None and steps is not None and makes
-    for begin, end, iterator in original(epochs):
-        if allows and hasattr(iterator, "allow"):  # one that reads ahead
-            iterator.allow(math.ceil(steps / epochs.steps_per_execution) * epochs.steps_per_execution)
+    for step in original(epochs):  # its last part is the iterator
+        if allows and hasattr(step[-1], "allow"):  # one that reads ahead
+            step[-1].allow(math.ceil(steps / epochs.steps_per_execution) * epochs.steps_per_execution)
         allows = False
-        yield begin, end, iterator
+        yield step
 
 
 @replaces(trainer_module.TFEpochIterator, "catch_stop_iteration", _PROGRAMS)

@@ -182,6 +182,7 @@ def _follow(child: subprocess.Popen[bytes], request: Request) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: asked.append(number))
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # whoever started this may have blocked it
     for thread in outputs:
         thread.start()
 

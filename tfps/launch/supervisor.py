@@ -240,7 +240,7 @@ class Supervisor:
                 beats.start()
                 self._at_exit.callback(beats.join)
                 self._at_exit.callback(over.set)
-        for end, error in {err: True, out: False}.items():
+        for end, error in {out: False}.items() if err == out else ((out, False), (err, True)):
             os.set_blocking(end, False)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
             output = _Output(process, end, error, on_terminal[error], decoder)

@@ -55,7 +55,8 @@ class StalenessBound:
 
     def quiesced(self) -> list[int]:
         """The ranks that are quiesced while others step."""
-        return [rank for rank in self.view.ranks if rank not in self.phase.active | self._gone]
+        others = self.phase.active | self._gone
+        return [rank for rank in self.view.ranks if rank not in others]
 
     def slower(self, steps: Mapping[int, int], rank: int) -> list[int]:
         """The ranks for which `rank` has to wait, given the steps of each rank in this phase."""

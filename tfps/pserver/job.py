@@ -216,6 +216,7 @@ class Job:
         A declaration that times out is withdrawn, and may be repeated; the WaitTimeoutError names the missing ranks.
         """
         members = self._membership
+        lines = [*details, *map(str, specs)]  # without the lock: there may be thousands
         with self._changed:
             self._raise_failure()
             if rank not in members.members:
@@ -229,7 +230,7 @@ class Job:
             declaration = self._declarations[number]
             if rank in declaration.lines:
                 raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
-            declaration.lines[rank], declaration.specs = [*details, *map(str, specs)], specs
+            declaration.lines[rank], declaration.specs = lines, specs
             if len(declaration.lines) == members.view.workers:
                 if (difference := first_difference(declaration.lines, members.describe)) is not None:
                     self.fail(MismatchError(difference))

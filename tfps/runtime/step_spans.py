@@ -45,7 +45,7 @@ class StepSpans:
         self._compared_ns = -_COMPARE_NS
         # Of steps with some of their sends, by graph run: when gradients were ready; number, and times of the forward
         # pass, once known. Pump thread only.
-        self._open: dict[int, tuple[list[int], list[tuple[int, int, int]]]] = {}
+        self._open: dict[int, tuple[int, list[int], list[tuple[int, int, int]]]] = {}
         self._rounds: dict[int, int] = {}  # by bucket: its last one that was sent and recorded; pump thread only
         self._until_ns = 0  # the end of the last step
         self._asked_ns = 0  # the first request for a batch outside of a graph
@@ -78,15 +78,15 @@ class StepSpans:
         if graph_run not in self._open:
             while len(self._open) >= _STEPS_OPEN:  # the step was stopped, or recording began in the middle of it
                 del self._open[next(iter(self._open))]
-            self._open[graph_run] = [], []
-        gradients, passes = self._open[graph_run]
+            self._open[graph_run] = len(transfer.group), [], []
+        expected, gradients, passes = self._open[graph_run]
         gradients.append(ready)
         if transfer.whole:
             passes.append((step, begin, forward))
-        if len(gradients) == len(transfer.group):
+        if len(gradients) == expected:
             del self._open[graph_run]
             if passes:
-                self._record(graph_run, *passes[0], min(gradients), max(gradients))
+                self._record(graph_run, *passes[-1], min(gradients), max(gradients))
 
     def count(self) -> None:
         self.counted += 1

@@ -248,8 +248,12 @@ class Extended(mirrored_strategy.MirroredExtended):
             sum_up = functools.partial(self._replica_ctx_all_reduce, _SUM)
             fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)
         if tf.executing_eagerly():
-            with replaced(self, "_in_eager_step", True), self._runtime.spans.eager_step(), told(self.exchange):
-                result = super()._call_for_each_replica(fn, args, kwargs)
+            self._in_eager_step = True
+            try:
+                with self._runtime.spans.eager_step(), told(self.exchange):
+                    result = super()._call_for_each_replica(fn, args, kwargs)
+            finally:
+                self._in_eager_step = False  # whatever other threads have set
         else:
             graph = ops.get_default_graph()
             if in_xla(graph):

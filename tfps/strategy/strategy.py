@@ -299,12 +299,16 @@ class Strategy(BaseStrategy):
             self.extended.states.finish()
 
 
-@functools.cache
 def _show_messages() -> None:
     """Logs events, such as the chosen sizes, to stderr, one line each, unless the program has set up logging."""
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
+    _warn_of_unknown_variables()
+
+
+@functools.cache  # once per process
+def _warn_of_unknown_variables() -> None:
     for line in unknown_variables():
         logger.warning("tfps: %s", line)
 
@@ -386,7 +390,9 @@ def _forget(connection: _Connection, user: int) -> None:
         if connection.runtime.exchange.view.workers == 1:
             _disconnect(connection, user)
         else:
-            connection.users[user].close()
+            with _connecting:
+                ends = connection.users[user].pop_all()
+            ends.close()
 
     if threading.current_thread() is threading.main_thread():
         end()
@@ -406,7 +412,7 @@ def close_all(failure: BaseException | None = None) -> None:
             with contextlib.suppress(TfpsError):  # which has been logged
                 strategy._finish()
     with _connecting:  # copies: the garbage collector may finalize a strategy meanwhile
-        connections = [(each, list(each.users.values())) for each in list(_open)]
+        connections = [(each, [ends.pop_all() for ends in each.users.values()]) for each in _open]
     for connection, ends in connections:
         for end in ends:
             end.close()

@@ -38,13 +38,16 @@ class TcpPath:
 
     def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
         """Receives to the end, or until the pserver sends an ERROR, which it returns."""
+        broken: BrokenConnectionError | None = None
         try:
-            return self._connection.receive(Kind.REPLY, queue, receiver)
-        except BrokenConnectionError as broken:
+            error = self._connection.receive(Kind.REPLY, queue, receiver)
+        except BrokenConnectionError as caught:
+            broken = caught
+        if self._bug is not None:  # which has ended the connection
+            raise TfpsError(f"pserver {self._address}: sending failed {self._when()}: {self._bug!r}") from self._bug
+        if broken is not None:
             raise PserverLostError(f"pserver {self._address}: connection lost {self._when()}: {broken}") from broken
-        finally:
-            if self._bug is not None:  # it explains whatever has happened here
-                raise TfpsError(f"pserver {self._address}: sending failed {self._when()}: {self._bug!r}") from self._bug
+        return error
 
     def finish(self) -> None:
         """Ends both directions; for the receiving thread."""

@@ -171,6 +171,7 @@ class Arena:
                 if not free[0].backed:
                     os.posix_fallocate(self._fd, free[0].offset, size)  # else lack of memory raises a signal
             except OSError:
+                free.rotate(-1)  # the next ones may have memory
                 return None
             pages = free.popleft()
             pages.backed = True
