@@ -19,7 +19,7 @@ import tfps
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.input.datasets import Stream, read_groups
 from tfps.input.iterators import StagedIterator, StagedIteratorSpec
-from tfps.input.staging import Feed, Group
+from tfps.input.staging import Feed, Group, Stage
 
 
 class Workers:
@@ -114,7 +114,7 @@ class Handed:
             if error is not None:
                 raise error
 
-        stage = staging.stage(spec, on_devices=False)
+        stage = Stage(staging, spec, on_devices=False)
         self.feed = Feed(staging, stage, chosen(), None, False, hands_out=True)
         of = StagedIteratorSpec(staging.number, spec, False, hands_out=True)
         number = tf.constant(self.feed.number, tf.int64)

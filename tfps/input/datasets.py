@@ -1,10 +1,5 @@
 """Distributed datasets with staged batches, used like those of tf.distribute, and which batches a worker gets of them.
 
-TensorFlow's distributed dataset still shards and rebatches; only its iterator is replaced. Batches made in Python, and
-those with a scalar beside the rows, are cut by rows instead (docs/design.md). In mode "async" batches are handed out:
-every worker reads the whole stream, and uses those whose number it draws from a counter on a pserver, so that each is
-used once, by the worker that is free.
-
 Tested in tests/input/test_staging.py, test_generators.py and test_handing_out.py there, and in
 tests/integration/test_input.py.
 """
@@ -30,12 +25,13 @@ from tfps.graph.tf_private import (
 )
 from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
 from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
-from tfps.input.staging import Feed, Group, Staging
+from tfps.input.staging import Feed, Group, Stage, Staging
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
 
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 _MISSING = object()
+Whole = Callable[[], list[tf.data.Dataset]]  # all workers' data, if it may be handed out
 
 
 class _Staged:
@@ -45,7 +41,7 @@ class _Staged:
     on_devices = True
     first: FirstBatches | None = None
     sources: list[tf.data.Dataset]
-    whole: Callable[[], list[tf.data.Dataset]] | None = None  # all workers' data, if it may be handed out
+    whole: Whole | None = None
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
@@ -54,26 +50,26 @@ class _Staged:
             iterator = super().__iter__()  # type: ignore[misc]
             lockstep = None if self.staging.closed else self.staging.lockstep
             return iterator if lockstep is None else LoopIterator(iterator, self.staging, lockstep)
-        extended = self._strategy.extended
+        extended, replicas = self._strategy.extended, len(self.staging.devices)
         whole = self.whole if extended.hands_out else None
         sources = self.sources if whole is None else whole()
         pads = self._enable_get_next_as_optional
         element_spec = sources[0].element_spec
-        if pads and len(self.staging.devices) > 1:  # some replicas may get an empty batch at the end
+        if pads and replicas > 1:  # some replicas may get an empty batch at the end
             element_spec = of_any_size(element_spec)
         spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices, whole is not None)
-        stage = self.staging.stage(element_spec, on_devices=self.on_devices)
         known, batches = [int(source.cardinality()) for source in sources], None
         if min(known) >= 0:
-            each = known if len(known) == stage.replicas else [known[0] / stage.replicas]
+            each = known if len(known) == replicas else [known[0] / replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        groups = functools.partial(read_groups, sources, stage.replicas, element_spec, pads)
+        groups = functools.partial(read_groups, sources, replicas, element_spec, pads)
         if whole is None:
             chosen = groups()
         else:
             if self.steps is None or self._stream is None:
-                self._stream = Stream(groups, self.staging.fetch_add)
-            chosen = self._stream.epoch(f"batches/{self.staging.next_epoch()}", self.steps)
+                self._stream = Stream(groups, extended.exchange.peers.fetch_add)
+            chosen = self._stream.epoch(f"batches/{next(self.staging.epochs)}", self.steps)
+        stage = Stage(self.staging, element_spec, on_devices=self.on_devices)
         # If the data is not divided, this worker iterates alone.
         feed = Feed(self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first)
         with tf.device(HOST):
@@ -123,16 +119,14 @@ def distribute_dataset(
         "input_context": context,
         "options": options,
     }
-    made = _made(DistributedDataset, StagedDataset, arguments)
-    if isinstance(made, _Staged):
-        made.first = first
-        if extended.hands_out and shard_policy(dataset) in DIVIDED:
-            # Each worker reads all of it, as one with all replicas of the job.
-            everything = tf.distribute.InputContext(num_replicas_in_sync=context.num_replicas_in_sync)
-            made.whole = functools.cache(
-                lambda: list(DistributedDataset(**{**arguments, "input_context": everything})._cloned_datasets)
-            )
-    return made
+
+    def whole() -> list[tf.data.Dataset]:
+        # Each worker reads all of it, as one with all replicas of the job.
+        everything = tf.distribute.InputContext(num_replicas_in_sync=context.num_replicas_in_sync)
+        return list(DistributedDataset(**{**arguments, "input_context": everything})._cloned_datasets)
+
+    divides = shard_policy(dataset) in DIVIDED
+    return _made(DistributedDataset, StagedDataset, arguments, first, whole if divides else None)
 
 
 def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:
@@ -157,16 +151,17 @@ def _distribute_rows(
     first, dataset = _watched(extended, dataset)
     has_own = policy == AutoShardPolicy.OFF  # data of each worker
     split = own_rows(dataset, replicas, *((0, replicas) if has_own else (own * context.input_pipeline_id, own)))
-    made = distribute_datasets_from_function(extended, lambda _: split, options)
-    if isinstance(made, _Staged):
-        made.first = first
-        if extended.hands_out:
-            made.whole = functools.cache(lambda: [own_rows(dataset, replicas, 0, replicas)])
-    return made
+    return distribute_datasets_from_function(
+        extended, lambda _: split, options, first, lambda: [own_rows(dataset, replicas, 0, replicas)]
+    )
 
 
 def distribute_datasets_from_function(
-    extended: tf.distribute.StrategyExtended, dataset_fn: Function, options: tf.distribute.InputOptions | None
+    extended: tf.distribute.StrategyExtended,
+    dataset_fn: Function,
+    options: tf.distribute.InputOptions | None,
+    first: FirstBatches | None = None,
+    whole: Whole | None = None,
 ) -> Batches:
     def own_data(context: tf.distribute.InputContext) -> tf.data.Dataset:
         with of_its_own():
@@ -180,7 +175,7 @@ def distribute_datasets_from_function(
         "dataset_fn": own_data,
         "options": options,
     }
-    return _made(DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments)
+    return _made(DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, first, whole)
 
 
 def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distribute.InputOptions | None) -> Structure:
@@ -189,13 +184,16 @@ def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distrib
         return extended._input_workers_with_options(options)
 
 
-def _made(plain: type, staged: type, arguments: dict[str, Argument]) -> Batches:
-    staging, options = arguments["strategy"].extended.staging, arguments["options"]
-    placed = options is not None and options.experimental_place_dataset_on_device
+def _made(
+    plain: type, staged: type, arguments: dict[str, Argument], first: FirstBatches | None, whole: Whole | None
+) -> Batches:
+    extended, options = arguments["strategy"].extended, arguments["options"]
+    staging, placed = extended.staging, options is not None and options.experimental_place_dataset_on_device
     if staging is None or staging.closed or placed or not tf.executing_eagerly():
         return plain(**arguments)
     made = staged(**arguments)
-    made.staging = staging
+    made.staging, made.first = staging, first
+    made.whole = functools.cache(whole) if whole is not None and extended.hands_out else None
     # Batches for CPU devices are always on the host.
     made.on_devices = options is None or options.experimental_fetch_to_device
     return made
@@ -253,10 +251,8 @@ def read_groups(
 ) -> Iterator[Group]:
     """Returns groups of batches, one per local replica, in order; begins to read at once.
 
-    Args:
-        datasets: one that all replicas read in turn, or one per replica.
-        element_spec: of one replica's batch.
-        pads: replicas without data at the end get an empty batch; otherwise the last, partial group is dropped.
+    All replicas read one dataset in turn, or each has its own. If the last group is partial, it is dropped or, with
+    `pads`, gets empty batches.
     """
     with tf.device(HOST):  # now, as without staging: even an unused iterator advances reshuffling
         sources = [iter(dataset) for dataset in datasets]
@@ -284,9 +280,8 @@ class Stream:
     def epoch(self, counter: str, steps: int | None) -> Iterator[Group]:
         """The groups of the next epoch that this worker uses; the last epoch's must have ended.
 
-        Args:
-            counter: the same on all ranks, another one for each epoch.
-            steps: groups of the epoch, for all workers together; None: all that are left.
+        `counter` is the same on all ranks, another one for each epoch, which has `steps` for all workers together
+        (None: all that are left).
         """
         self._begin += self._steps
         self._steps = steps or 0

@@ -1,9 +1,5 @@
 """Digests of each iterator's first batch, which ranks compare: with different data, their parts of a batch overlap.
 
-Where every rank makes the whole batch and takes its rows, the batch must be the same on all ranks, or at least its
-order: random changes (augmentation) may differ, so one part (inputs, targets, weights) that is the same is enough.
-Where ranks make data of their own, it should not be the same everywhere.
-
 Tested in tests/integration/test_unseeded.py.
 """
 
@@ -112,7 +108,7 @@ def _digest(tensors: Sequence[Array]) -> int:
 
 
 def check(digests: Array) -> None:
-    """Compares the ranks' digests of what should be one batch, or of their own ones."""
+    """Compares the ranks' digests of what should be one batch, or of their own ones, which should differ."""
     if (digests == NOTHING).any() or ((digests < 0) != (digests[0] < 0)).any():
         return
     own = digests[0] < 0

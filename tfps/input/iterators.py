@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError, from_text
 from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
-from tfps.graph.tf_private import CompositeTensor, distribute_utils, ops, outer_graphs, values
+from tfps.graph.tf_private import CompositeTensor, distribute_utils, ops, values
 from tfps.input.lockstep import CLOSED, IteratorProgress, Lockstep, Request
-from tfps.input.staging import END, GO, TOKEN, Feed, Staging, stagings
-from tfps.types import Batches, Structure, Value
+from tfps.input.staging import END, GO, TOKEN, Feed, Stage, Staging, stagings
+from tfps.types import Batches, Structure
 
 _BEGINS, _NONE = -3, -2  # sent in place of the number of rows of the next batch
 _numbers = itertools.count(-1, -1)  # distinct from those of feeds
@@ -49,8 +49,8 @@ class StagedIteratorSpec(tf.TypeSpec):
 
     def take(self, key: tf.Tensor) -> Structure:
         """Returns the batch of `key`, a PerReplica if there are several replicas."""
-        stage = self.staging.stage(self._element_spec, on_devices=self._on_devices)
-        return distribute_utils.regroup(stage.take(key), always_wrap=stage.replicas > 1)
+        batches = Stage(self.staging, self._element_spec, on_devices=self._on_devices).take(key)
+        return distribute_utils.regroup(batches, always_wrap=len(batches) > 1)
 
     def _serialize(self) -> tuple[object, ...]:
         return self._number, self._element_spec, self._on_devices, self.hands_out
@@ -150,7 +150,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
                     words = text.numpy().decode()
                     raise from_text(words) or tf.errors.InvalidArgumentError(None, None, words)
                 return key
-            asked = [] if lockstep is None else [lockstep.request_in_graph(self._number)]
+            asked = [] if lockstep is None else [Request(lockstep, ops.get_default_graph()).send(self._number)]
             with tf.control_dependencies(asked):
                 key, text, rows = self._dequeued()
             key.set_shape([])
@@ -177,9 +177,7 @@ class Loop(Request):
     """
 
     def __init__(self, lockstep: Lockstep) -> None:
-        graph = ops.get_default_graph()
-        super().__init__(lockstep, outer_graphs(graph)[-1])
-        lockstep.runtime.adopt(self, graph)
+        super().__init__(lockstep, ops.get_default_graph())
         self._progress: IteratorProgress | None = None  # of this run; pump thread only
         with tf.init_scope(), tf.device(HOST):
             # Whether to use the batch, an error, the rows of the batch summed over all workers.
@@ -216,8 +214,7 @@ class Loop(Request):
             while int(self._answers.size()):  # left from a stopped run
                 self._answers.dequeue()
         self._number = next(_numbers)
-        progress = IteratorProgress(self.lockstep, None, self._answer, foresees=False)
-        self._progress = self.lockstep.follow(self._number, progress)
+        self._progress = self.lockstep.follow(self._number, None, self._answer, foresees=False)
 
     def _answer(self, key: int | None, error: str, rows: int) -> None:
         with tf.init_scope(), tf.device(HOST):
@@ -241,8 +238,8 @@ class LoopIterator:
 
         def rows_of_replicas() -> tf.Tensor:
             value = batch.get_value()
-            parts = [tf.nest.map_structure(lambda each, i=i: _part(each, i), value) for i in range(replicas)]
-            return tf.stack([unknown if rows is None else rows for rows in map(rows_of, parts)])
+            found = [rows_of(distribute_utils.select_replica(replica, value)) for replica in range(replicas)]
+            return tf.stack([unknown if rows is None else rows for rows in found])
 
         rows = tf.cond(batch.has_value(), rows_of_replicas, lambda: tf.fill([replicas], unknown))
         total = tf.where(tf.reduce_any(rows < 0), unknown, tf.reduce_sum(rows))
@@ -259,7 +256,3 @@ class LoopIterator:
             return batch.get_value()
 
     __next__ = get_next
-
-
-def _part(value: Value, replica: int) -> Value:
-    return value.values[replica] if isinstance(value, values.DistributedValues) else value

@@ -24,7 +24,7 @@ from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
 from tfps.exchange.interface import Reply
 from tfps.graph import ops as graph_ops
 from tfps.graph.rows import UNKNOWN
-from tfps.graph.tf_private import has_function, ops, outer_graphs
+from tfps.graph.tf_private import has_function, outer_graphs
 from tfps.input import first_batches
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import Transfer
@@ -49,20 +49,13 @@ class _Verdict:
 
 @dataclass(eq=False)
 class IteratorProgress:
-    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `Lockstep` guards the rest.
-
-    Args:
-        batches: how many there are; None if unknown.
-        answer: called once per request, on any thread.
-        meets: the ranks synchronize at the first batch that eager code takes.
-        foresees: whether the end of the data is known before the next batch is requested.
-    """
+    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `Lockstep` guards the rest."""
 
     lockstep: Lockstep
-    batches: int | None
-    answer: Answer
-    meets: bool = False
-    foresees: bool = True
+    batches: int | None  # how many there are, if known
+    answer: Answer  # called once per request, on any thread
+    meets: bool  # the ranks synchronize at the first batch that eager code takes
+    foresees: bool  # the end of the data is known before the next batch is requested
     gone: bool = False
     place: int | None = None  # index among the iterators in lockstep, the same on all ranks
     asked: int = 0  # number of positions requested
@@ -102,13 +95,11 @@ class IteratorProgress:
         with self.lockstep.changes(self):
             self.end, self.error = self.known, error
 
-    def leave(self) -> list[int]:
-        """Stops answering requests; returns the keys of batches not taken."""
+    def leave(self) -> None:
+        """Stops answering requests."""
         with self.lockstep.changes(self):
             self.gone = True
-            left, self.ready = list(self.ready.values()), {}
-            self.answer = _nobody
-        return left
+            self.answer = lambda key, error, rows: None
 
     def close(self) -> None:
         """Tells waiting requests that the strategy is closed, and sends announcements other ranks may wait for."""
@@ -117,10 +108,6 @@ class IteratorProgress:
             while self.waiting:
                 self.waiting.popleft()
                 self.answer(None, CLOSED, UNKNOWN)
-
-    def foresees_after(self, position: int) -> bool:
-        """Whether it is known before the next request if there is a batch after `position`."""
-        return self.foresees and (self.allowed is None or position + 1 < self.allowed)
 
     def code(self, position: int) -> int | None:
         """Returns what to announce for `position`, None if not known yet."""
@@ -139,7 +126,7 @@ class Lockstep:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._rank = runtime.exchange.rank
-        # Guards everything below and every IteratorProgress. Reentrant: a failing push calls `_failed`.
+        # Guards everything below and every IteratorProgress. Reentrant: a failing push calls `fail`.
         self._lock = threading.RLock()
         self._iterators: weakref.WeakValueDictionary[int, IteratorProgress] = weakref.WeakValueDictionary()
         self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
@@ -151,24 +138,15 @@ class Lockstep:
         self.said = AllGather(runtime, "batches")
         self.said.later()
         self._eager = Request(self, None)
-        runtime.adopt(self._eager, None)
-        runtime.exchange.add_failure_listener(self._failed)
+        runtime.before_close.append(self.close)
+        runtime.exchange.add_failure_listener(self.fail)
 
-    @staticmethod
-    def of(runtime: Runtime) -> Lockstep:
-        """Returns the Lockstep of `runtime`: strategies that share it announce batches in one order."""
-
-        def make() -> Lockstep:
-            made = Lockstep(runtime)
-            runtime.before_close.append(made.close)
-            return made
-
-        return runtime.shared(Lockstep, make)
-
-    def follow(self, number: int, progress: IteratorProgress) -> IteratorProgress:
-        """Returns `progress`, of the iterator with this unique `number`; negative for a loop inside a function."""
+    def follow(
+        self, number: int, batches: int | None, answer: Answer, *, meets: bool = False, foresees: bool = True
+    ) -> IteratorProgress:
+        """Follows the iterator with this unique `number`, negative for a loop inside a function."""
         with self._lock:
-            self._iterators[number] = progress
+            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, foresees)
         return progress
 
     @contextlib.contextmanager
@@ -179,13 +157,6 @@ class Lockstep:
                 yield
             finally:
                 self._advance(progress)
-
-    def request_in_graph(self, number: tf.Tensor) -> tf.Operation:
-        """Returns the op that requests the next batch of iterator `number`."""
-        graph = ops.get_default_graph()
-        request = Request(self, outer_graphs(graph)[-1])
-        self.runtime.adopt(request, graph)
-        return request.send(number)
 
     def request_eagerly(self, number: int) -> None:
         """Requests the next batch of iterator `number`.
@@ -229,7 +200,8 @@ class Lockstep:
                 if position > progress.owed:  # those between followed steps that exchanged nothing
                     progress.agreed = position
                 start = max(progress.owed, position)
-                progress.owed = position + 1 + (trains and progress.foresees_after(position))
+                foresees = progress.foresees and (progress.allowed is None or position + 1 < progress.allowed)
+                progress.owed = position + 1 + (trains and foresees)
                 self._owed.extend((progress, each) for each in range(start, progress.owed))
             progress.waiting.append((position, together))
             self._advance(progress)
@@ -240,16 +212,25 @@ class Lockstep:
             for progress in list(self._iterators.values()):
                 progress.gone = True
             self._push_owed()
-            self._fail(CLOSED)
+            self.fail(CLOSED)
 
     def _decide(self, progress: IteratorProgress, position: int, reply: Reply) -> None:
         """Handles the ranks' announcements for `position`, each int64 of a code, place, rows, digest."""
         if reply.error is not None:
-            self._failed(reply.error)
+            self.fail(reply.error)
             return
         codes, places, rows, digests = np.array([np.frombuffer(part, np.int64) for part in reply.parts or []]).T
+        others = np.flatnonzero(places != places[self._rank])
         try:
-            self._check_places(places)
+            if others.size:
+                shown = " and ".join(
+                    f"rank {rank} at batch {places[rank] & 0xFFFFFFFF} of its iterator number {places[rank] >> 32}"
+                    for rank in sorted((self._rank, int(others[0])))
+                )
+                raise MismatchError(
+                    f"the workers must take batches in the same order, got {shown}; every worker must run "
+                    "the same program (and after Ctrl-C at different steps a new strategy)"
+                )
             first_batches.check(digests)
         except MismatchError as error:
             self.runtime.exchange.fail(error)
@@ -259,15 +240,6 @@ class Lockstep:
             verdict.rows = UNKNOWN if (rows < 0).any() else int(rows.sum())
             progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
             self._advance(progress)
-
-    def _check_places(self, places: Array) -> None:
-        others = np.flatnonzero(places != places[self._rank])
-        if others.size:
-            shown = (f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, int(others[0]))))
-            raise MismatchError(
-                f"the workers must take batches in the same order, got {' and '.join(shown)}; every worker must run "
-                "the same program (and after Ctrl-C at different steps a new strategy)"
-            )
 
     def _verdict(self, progress: IteratorProgress, position: int, codes: Array) -> _Verdict:
         failed, ended = np.flatnonzero(codes == _FAILED), np.flatnonzero(codes == _NONE)
@@ -302,7 +274,9 @@ class Lockstep:
                 return
             elif verdict is not None and not verdict.all_have:
                 answer, progress.over = (None, verdict.error), True
-                self._warn(verdict.warning)
+                if verdict.warning and not self._warned:
+                    self._warned = True
+                    logger.warning("%s", verdict.warning)
             elif position in progress.ready:
                 answer = progress.ready.pop(position), ""
             elif progress.end is not None:
@@ -334,31 +308,25 @@ class Lockstep:
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             self.said.push(own, functools.partial(self._decide, progress, position))
 
-    def _warn(self, warning: str) -> None:
-        if warning and not self._warned:
-            self._warned = True
-            logger.warning("%s", warning)
-
-    def _failed(self, error: TfpsError) -> None:
+    def fail(self, error: TfpsError | str) -> None:
+        """Answers requests in lockstep with `error`, or with the one that came first."""
         with self._lock:
-            self._fail(to_text(error))
-
-    def _fail(self, error: str) -> None:
-        self._failure = self._failure or error
-        for progress in list(self._iterators.values()):
-            self._advance(progress)
+            self._failure = self._failure or (error if isinstance(error, str) else to_text(error))
+            for progress in list(self._iterators.values()):
+                self._advance(progress)
 
 
 class Request(Transfer):
-    """Batch requests from one graph (`root` None: from eager code); for a graph run they give the iterator's number."""
+    """Batch requests from `graph` (None: from eager code); for a graph run they give the iterator's number."""
 
     exchanges = False
 
-    def __init__(self, lockstep: Lockstep, root: tf.Graph | None) -> None:
+    def __init__(self, lockstep: Lockstep, graph: tf.Graph | None) -> None:
         super().__init__(-1, lockstep.said.spec)
         self.lockstep = lockstep
-        self._root = None if root is None else weakref.ref(root)
-        self._trains: bool | None = None if root is not None else False
+        self._root = None if graph is None else weakref.ref(outer_graphs(graph)[-1])
+        self._trains: bool | None = None if graph is not None else False
+        lockstep.runtime.adopt(self, graph)
 
     def send(self, graph_run: tf.Tensor) -> tf.Operation:
         """Returns the op that sends a message; messages of one graph stay in order."""
@@ -376,12 +344,4 @@ class Request(Transfer):
         return self._trains
 
     def fail(self, error: TfpsError) -> None:
-        self.lockstep._failed(error)
-
-
-def _nobody(key: int | None, error: str, rows: int) -> None:
-    """Replaces the receiver of answers."""
-
-
-def _where(place: int) -> str:
-    return f"batch {place & 0xFFFFFFFF} of its iterator number {place >> 32}"
+        self.lockstep.fail(error)

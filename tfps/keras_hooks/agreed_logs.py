@@ -1,10 +1,5 @@
 """What Keras decides by is the same on all ranks: logs, whether gradients are finite, what layers have adapted to.
 
-Metrics are combined over ranks when read. The logs that a `train_step` or `test_step` returns are local and may be
-nested: at the end of an epoch all ranks exchange them once and draw the same conclusions. A value that equals a
-metric's result on every rank becomes that metric's global result; values for each row are joined; other numbers become
-their mean.
-
 Tested in tests/keras_hooks/test_agreed_logs.py and tests/integration/test_programs.py.
 """
 
@@ -98,11 +93,6 @@ def agreed_logs(model: Model, logs: Logs) -> Logs:
     return {name: np.asarray(value)[()] for name, value in model._get_metrics_result_or_logs(logs).items()}
 
 
-def weight(rows: tf.Tensor) -> int:
-    """Returns this rank's weight in a mean over ranks, given its replicas' `rows`; -1 if unknown."""
-    return -1 if UNKNOWN in rows.numpy() else int(sum(rows.numpy()))
-
-
 @dataclass(frozen=True)
 class Value:
     """One leaf of the logs. `content` is a number's bytes in hex; for other values a text, with `dtype` empty."""
@@ -133,7 +123,7 @@ class Value:
 class Said:
     """One rank's logs, as sent to the others."""
 
-    weight: int  # of this rank in a mean; see `weight`
+    weight: int  # of this rank in a mean: the rows of its replicas; -1 if unknown
     are_metrics: bool  # the logs are the model's metrics, so Keras uses those
     names: list[str]  # of the leaves
     values: list[Value]  # of the leaves; empty if `are_metrics`
@@ -185,17 +175,18 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
     leaves = keras.tree.flatten_with_path(logs)
     names = ["/".join(map(str, path)) for path, _ in leaves]
     rows = strategy.extended.last_batch.given()
+    weight = -1 if UNKNOWN in rows.numpy() else int(sum(rows.numpy()))
     # Name and local result of each of the model's metrics, as a step returns them.
     results = [] if are_metrics else keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
     own = [(str(path[-1]), mean(rows, result)) for path, result in results]
     said = Said(
-        weight=weight(rows),
+        weight=weight,
         are_metrics=are_metrics,
         names=names,
         values=[] if are_metrics else [Value.of(leaf) for _, leaf in leaves],
         same=[[number for number, (_, result) in enumerate(own) if _equal(leaf, result)] for _, leaf in leaves],
         of_rows=[
-            name not in strategy.extended.last_batch.fixed and np.shape(leaf)[:1] == (weight(rows),)
+            name not in strategy.extended.last_batch.fixed and np.shape(leaf)[:1] == (weight,)
             for name, (_, leaf) in zip(names, leaves, strict=True)
         ],
     )

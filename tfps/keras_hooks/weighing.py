@@ -1,8 +1,6 @@
 """Weighs losses, metrics, gradients and a program's own reductions by rows where a batch does not divide evenly.
 
-Steps of Keras (`fit`, `train_on_batch`, `evaluate`) divide nothing: their gradients are weighted where they are
-exchanged. In replica functions of `strategy.run` gradients are summed, so losses of Keras are multiplied by the share
-there. Why: docs/design.md, "Who weights what".
+How and why: docs/design.md, "Who weights what".
 
 Tested in tests/integration/test_rows.py.
 """
@@ -294,8 +292,6 @@ def mean(rows: tf.Tensor, value: Value) -> Value:
 
 
 # What a program itself reduces in a replica function. A replica without rows adds nothing, and a mean is one over rows.
-# In steps of Keras gradients are weighted only where they are exchanged: between two replicas they pass as parts of the
-# weighted whole, so that what reaches another one, and is weighted there again, is right.
 
 
 def _share_of(context: tf.distribute.ReplicaContext) -> Share | None:
