@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -121,6 +121,7 @@ class RemoteRule(abc.ABC):
     """How pservers update the variables of one optimizer. An `update` of a variable with it must be deferred."""
 
     number: int  # differs from those of all other rules of this process
+    bucket: Any  # the class of its buckets; of an optimizer a `RemoteBucket`
 
     @abc.abstractmethod
     def spec(self, variables: Sequence[Variable]) -> UpdateSpec:

@@ -17,6 +17,7 @@ from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
 from tfps.graph.timestamps import NotedTimes, Timestamps
+from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Function, Value
@@ -201,7 +202,8 @@ class UpdateScheduler:
     def _emit(self, graph: tf.Graph, replica: int) -> None:
         order = self.first_use(graph)
         fused = self.fuse(self._state(graph).pending.pop(replica, []), order)
-        kinds = [getattr(updates[0].function, "bucket", PlannedBucket) for updates in fused]  # a rule has its own
+        rules = [updates[0].function for updates in fused]
+        kinds = [rule.bucket if isinstance(rule, RemoteRule) else PlannedBucket for rule in rules]
         buckets = [kind(updates, graph, replica, order) for kind, updates in zip(kinds, fused, strict=True)]
         self.emit(buckets, graph, replica)
 
