@@ -51,10 +51,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def transfer() -> None:
     with Progress("tfps: initial values", 100 * MB) as shown:
-        shown.show(10 * MB)
-        shown.add(50 * MB)
-        shown.show(25 * MB)
-        shown.add(50 * MB)
+        for done in (10, 50, 75, 100):
+            shown.show(done * MB)
 
 
 def test_in_a_terminal_a_bar_is_drawn_and_removed(

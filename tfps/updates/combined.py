@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -47,20 +48,13 @@ class Combiner:
 
     def __init__(self, runtime: Runtime, replicas: int) -> None:  # on this worker
         self._runtime, self._total = runtime, replicas * runtime.exchange.view.workers
+        self.single = self._total == 1  # what the only replica of the job writes is the value
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
         self._eager: dict[str, Variable] = {}
 
-    @property
-    def single(self) -> bool:
-        """Whether there is only one replica in the job: what it writes is the value."""
-        return self._total == 1
-
     def note_write(self, variable: Variable, graph: tf.Graph, after: list[tf.Tensor]) -> None:
-        """Notes that a replica writes `variable`, now (eagerly) or whenever `graph` runs, which is being traced.
-
-        `after`: the step's input, so that no rank counts a run that ends because the data ran out.
-        """
+        """Notes that a replica writes `variable` now (eagerly), or whenever `graph`, which is being traced, runs."""
         if self.single:
             return
         if tf.executing_eagerly():
@@ -73,12 +67,13 @@ class Combiner:
             writes = _Writes(runs, [weakref.ref(each) for each in outer_graphs(graph)])
             setattr(graph, self._name, writes)
             self._graphs.append(writes)
+            # After the step's input: no rank counts a run that ends because the data ran out.
             with graph.as_default(), tf.device(HOST), tf.control_dependencies(after):
                 runs.assign_add(1, read_value=False)
         writes.variables.setdefault(variable._unique_id, variable)
 
     def written_eagerly(self) -> set[str]:
-        """Returns the unique ids of variables that have been written eagerly since the last combination."""
+        """The unique ids of variables that have been written eagerly since the last combination."""
         return set(self._eager)
 
     def run_elsewhere(self, graph: tf.Graph) -> None:
@@ -88,33 +83,25 @@ class Combiner:
             writes.seen -= 1
 
     def refresh(self, variable: Variable | None = None) -> bool:
-        """Combines what has been written since the last call, if `variable` was; returns whether anything was.
-
-        If so, every rank must call it.
-        """
+        """Combines what has been written since the last call, if `variable` was; then every rank must call it."""
         if self.single:
             return False
         with ops.init_scope(), tf.device(HOST):
             runs = [(writes, int(writes.runs)) for writes in self._graphs]
-            by_id: dict[str, Variable] = {}
-            for writes, count in runs:
-                if count != writes.seen:
-                    by_id |= writes.variables
+            by_id = {key: each for writes, n in runs if n != writes.seen for key, each in writes.variables.items()}
             written = list((by_id | self._eager).values())
-            parts: list[tuple[list[Variable], DType]] = []
-            for wide in (np.dtype(np.float64), np.dtype(np.int64)):
-                if chosen := [each for each in written if each.dtype.is_floating == (wide.kind == "f")]:
-                    parts.append((chosen, wide))
-            if not parts:
+            if not written:
                 self._prune()
-            if not parts or (variable is not None and all(each is not variable for each in written)):
+            if not written or (variable is not None and all(each is not variable for each in written)):
                 return False
+            floats = [each for each in written if each.dtype.is_floating], np.dtype(np.float64)
+            others = [each for each in written if not each.dtype.is_floating], np.dtype(np.int64)
             with self._saying(written[0]):
-                sums = [self._sum_of(*part) for part in parts]
+                parts = [(*part, self._sum_of(*part)) for part in (floats, others) if part[0]]
                 # If this could be interrupted, only some ranks would have to combine again, and would wait in vain.
                 with indivisible(self._runtime.exchange, f"values of {own_name(written[0])} and others"):
-                    for part, total in zip(parts, sums, strict=True):
-                        self._combine(*part, total)
+                    for part in parts:
+                        self._combine(*part)
                     for writes, count in runs:
                         writes.seen = count
                     self._eager.clear()
@@ -134,16 +121,13 @@ class Combiner:
             elif self._runtime.exchange.rank:
                 first = np.zeros_like(first)
             own.append(np.reshape(first, -1))
-        sums, start = np.concatenate(own), 0
-        if total is not None:
-            sums = total(sums)
-        for variable in variables:
-            end = start + _elements(variable)
-            value = sums[start:end].reshape(variable.shape)
+        sums = np.concatenate(own) if total is None else total(np.concatenate(own))
+        pieces = np.split(sums, np.cumsum([each.size for each in own])[:-1])
+        for variable, piece in zip(variables, pieces, strict=True):
+            value = piece.reshape(variable.shape)
             if variable.aggregation not in (tf.VariableAggregation.SUM, _ONLY_FIRST):
                 value = value / self._total
             variable.take_combined(value.astype(variable.dtype.as_numpy_dtype))
-            start = end
 
     def _sum_of(self, variables: list[Variable], dtype: DType) -> AllReduce | None:
         """Declares the exchange that combines `variables`; None with a single worker."""
@@ -153,7 +137,7 @@ class Combiner:
         total = AllReduce(
             self._runtime,
             f"values of {own_name(first)} and {len(more)} more variables",
-            [sum(map(_elements, variables))],
+            [sum(math.prod(variable.shape) for variable in variables)],
             dtype,
             key=("combined", dtype.name, tuple(variable._unique_id for variable in variables)),
             alike=f"values of {common_name(first)} and {len(more)} more variables",
@@ -180,7 +164,3 @@ class Combiner:
         finally:
             timer.cancel()
             timer.join()
-
-
-def _elements(variable: Variable) -> int:
-    return int(np.prod(variable.shape, dtype=np.int64))

@@ -44,16 +44,12 @@ class Compressing:
     def __init__(self, rules: Rules, runtime: Runtime, remote: bool) -> None:
         """`rules` count where there are pservers: else nothing travels. `remote`: pservers keep parameters."""
         self._rules = Rules() if runtime.alone else rules
-        self._runtime, self._remote = runtime, remote
+        self._runtime = runtime
         runtime.compresses = self._rules.codecs != {NONE}
+        # Whether there may be residuals, or pservers ahead of the workers.
+        self.has_state = any(each and (each.feeds_back or remote) for each in map(codec_of, self._rules.codecs))
         self._buckets: dict[int, _Bucket] = {}  # by number, those whose codec feeds back; last those used last
         self._restored: dict[str, Floats] = {}  # by unique id of variables that have no such bucket yet
-
-    @property
-    def has_state(self) -> bool:
-        """Whether there may be residuals, or pservers ahead of the workers."""
-        codecs = map(codec_of, self._rules.codecs)
-        return any(codec is not None and (codec.feeds_back or self._remote) for codec in codecs)
 
     def codec(self, variable: GatedVariable) -> str:
         """The codec for gradients of `variable`, if they are dense and not too small."""
@@ -63,11 +59,9 @@ class Compressing:
         """Notes a bucket of `variables`, in this order, that has been declared as `number`, maybe before."""
         if spec.codec is None or not spec.codec.feeds_back:
             return
-        if (known := self._buckets.pop(number, None)) is not None:
-            self._buckets[number] = known  # in use again, as after other layers were frozen for a while
-            return
-        self._buckets[number] = bucket = _Bucket(variables)
-        if not self._restored.keys().isdisjoint(bucket.places):
+        known = self._buckets.pop(number, None)  # in use again, as after other layers were frozen for a while
+        self._buckets[number] = bucket = known or _Bucket(variables)
+        if known is None and not self._restored.keys().isdisjoint(bucket.places):
             self._put_back(number, bucket)
 
     def collect(self) -> None:
@@ -123,24 +117,20 @@ class Compressing:
         """What pservers have of `variables` where workers have another value, by place; for one rank alone."""
         found: dict[int, Ahead] = {}
         for place, variable in enumerate(variables):
-            sharded = _sharded(variable)
+            sharded = variable.global_copy or variable  # pservers have the global copy if workers train alone
             if sharded.remote is not None:
                 sharded.wait()
-                each = sharded.remote.read_ahead(self._runtime.exchange, sharded._values[0])
-                if each is not None:
+                if (each := sharded.remote.read_ahead(self._runtime.exchange, sharded._values[0])) is not None:
                     found[place] = each
         return found
 
     def restore(
         self, variables: Sequence[GatedVariable], values: Mapping[int, Floats], ahead: Mapping[int, Ahead]
     ) -> None:
-        """Takes `values`, which `residuals` has returned, in place of the residuals of now; for every rank.
-
-        What `ahead` has returned counts from the next push on, if `variables` have the values that belong to it then.
-        """
+        """Takes the `values` of `residuals` in place of those of now, and those of `ahead`; for every rank."""
         for place, variable in enumerate(variables):
-            if (remote := _sharded(variable).remote) is not None:
-                remote.restored = ahead.get(place)
+            if (remote := (variable.global_copy or variable).remote) is not None:
+                remote.restored = ahead.get(place)  # counts if the variable has its value at the next push
             elif place in ahead:
                 logger.warning(
                     "tfps: what pservers had of %s in the checkpoint beyond what workers had is dropped: it is of "
@@ -148,21 +138,20 @@ class Compressing:
                     variable.name,
                 )
         self.collect()  # so that neither ranks nor pservers have anything but what is replaced here
+        replaced = {variable._unique_id for variable in variables}
+        self._restored = {name: value for name, value in self._restored.items() if name not in replaced}
         for place, variable in enumerate(variables):
-            self._restored.pop(variable._unique_id, None)
-            value = values.get(place)
-            if value is None:
+            if (value := values.get(place)) is None:
                 continue
             codec, items = codec_of(self.codec(variable)), math.prod(variable.shape)
-            if codec is None or not codec.feeds_back or value.size != items:
-                logger.warning(
-                    "tfps: the residual of %s in the checkpoint, %d numbers, is dropped: the variable has %d "
-                    "numbers here and codec %s",
-                    *(variable.name, value.size, items, self.codec(variable)),
-                )
+            if codec is not None and codec.feeds_back and value.size == items:
+                self._restored[variable._unique_id] = value
                 continue
-            self._restored[variable._unique_id] = value
-        replaced = {variable._unique_id for variable in variables}
+            logger.warning(
+                "tfps: the residual of %s in the checkpoint, %d numbers, is dropped: the variable has %d "
+                "numbers here and codec %s",
+                *(variable.name, value.size, items, self.codec(variable)),
+            )
         for number, bucket in reversed(list(self._buckets.items())):  # the last one is that which is in use
             if not replaced.isdisjoint(bucket.places):
                 self._put_back(number, bucket, replaced)
@@ -178,8 +167,3 @@ class Compressing:
         state = self._runtime.exchange.state
         state.set_residual(number, residual)
         bucket.residual, bucket.steps = residual, state.steps(number)
-
-
-def _sharded(variable: GatedVariable) -> GatedVariable:
-    """What pservers have of `variable`: its global copy if workers train alone."""
-    return variable if variable.global_copy is None else variable.global_copy

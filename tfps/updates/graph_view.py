@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -19,6 +21,7 @@ _MANY = 6  # variables named per bucket
 _SHADES = ("#08519c", "#2171b5", "#4292c6", "#6baed6", "#9ecae1", "#c6dbef", "#deebf7")
 _DARK = 3  # the first ones, which need white text
 _WARNING = "#d55e00"
+_quoted = functools.partial(json.dumps, ensure_ascii=False)  # what DOT escapes, JSON escapes alike
 _ORANGE = f'color="{_WARNING}", penwidth=2'
 
 
@@ -56,11 +59,7 @@ class Picture:
     sent: Sequence[Sent] = ()
 
     def dot(self) -> str:
-        """Returns the picture in DOT; `dot -Tsvg` draws it.
-
-        From left to right: reads in the order of first use, gradients, sends (the most urgent on top), updates, and the
-        reads of the next step. Orange marks what makes a step wait.
-        """
+        """Returns the picture in DOT, which `dot -Tsvg` draws; orange marks what makes a step wait."""
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
@@ -83,9 +82,8 @@ class Picture:
         yield '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="sans-serif", fontsize=11];'
         yield '  edge [fontname="sans-serif", fontsize=9, color="#555555"];'
         for read in self.reads:
-            style = f", {_ORANGE}" if read.after else ""
-            text = f"{'again: ' if read.after else ''}{read.variable.removeprefix(prefix)}"
-            yield f"  {ids[read.key]} [label={_quoted(text)}, shape=cds{style}];"
+            again, style = ("again: ", f", {_ORANGE}") if read.after else ("", "")
+            yield f"  {ids[read.key]} [label={_quoted(again + read.variable.removeprefix(prefix))}, shape=cds{style}];"
         for number, each in enumerate(sent):
             yield from self._nodes(number, each, prefix)
         yield from _column([ids[read.key] for read in self.reads if not read.after], "")
@@ -140,11 +138,6 @@ def _column(nodes: Sequence[str], style: str) -> list[str]:
     return [same, f"  {' -> '.join(nodes)} [{style}];"] if len(nodes) > 1 else [same]
 
 
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
-
-
 def _size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
@@ -154,10 +147,7 @@ def _size(nbytes: float) -> str:
 
 
 def picture(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None, runtime: Runtime) -> Picture:
-    """Returns the picture of the gates and buckets of the one of `graphs` with this name, by default the last traced.
-
-    Includes reads of outer functions: the forward pass is there if it is a branch of a tf.cond.
-    """
+    """Returns the picture of the one of `graphs` with this name, by default of the last traced."""
     traced = {each: graph for each, ref in graphs.items() if (graph := ref()) is not None}
     if not traced:
         raise TfpsError("there is nothing to draw before the first training step: no traced function sends gradients")
@@ -168,22 +158,27 @@ def picture(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None, runti
     shown: dict[str, Gate] = {}  # by variable; of one local replica
     reads: list[Read] = []
     sent: dict[int, Sent] = {}  # by id of the transfer; the replicas of a worker send a bucket together
-    for each in reversed(outer_graphs(graph)):
-        for op, identity, before_it in _walk(each, _transfers(each, gates, runtime)):
-            after = sorted(map(str, before_it))
-            if identity is not None and each is graph and (transfer := runtime.transfer(identity)) is not None:
-                known = sent.get(identity)
-                earlier = {*(known.after if known else ()), *after} - {str(identity)}
-                sent[identity] = _sent(str(identity), transfer, sorted(earlier), runtime)
+    nothing: frozenset[int] = frozenset()
+    for each in reversed(outer_graphs(graph)):  # reads of a forward pass may lie around a branch of a tf.cond
+        transfers, run = _transfers(each, gates, runtime), needed(each)
+        nearest: dict[str, frozenset[int]] = {}  # transfers right before an op, on all paths of data or control edges
+        for op in each.get_operations():
+            if op.name not in run:
+                continue  # pruned
+            before_it = nothing.union(*(nearest.get(earlier.name, nothing) for earlier in before(op)))
+            number = transfers.get(op.name)
+            nearest[op.name] = before_it if number is None else frozenset([number])
+            after = sorted(str(earlier) for earlier in before_it if earlier in sent)
+            if number is not None and each is graph and (transfer := runtime.transfer(number)) is not None:
+                known = sent[number].after if number in sent else ()
+                sent[number] = _sent(str(number), transfer, sorted({*known, *after} - {str(number)}), runtime)
             elif called(op) == PASS and (gate := gates.get(id(outside(op.inputs[0])))) is not None:
                 for name in gate.names:
                     read = Read(f"{name} {op.name}", name.removesuffix(":0"), after)
-                    known_reads = [other for other in reads if other.variable == read.variable]
-                    is_known = any(not after or other.after == after for other in known_reads)
+                    same = (other for other in reads if other.variable == read.variable)
+                    is_known = any(not after or other.after == after for other in same)
                     if shown.setdefault(name, gate) is gate and not is_known:
                         reads.append(read)
-    keys = {each.key for each in sent.values()}
-    reads = [replace(read, after=[key for key in read.after if key in keys]) for read in reads]
     return Picture(graph.name, runtime.exchange.view.workers, reads, list(sent.values()))
 
 
@@ -219,19 +214,3 @@ def _sent(key: str, transfer: Transfer, after: Sequence[str], runtime: Runtime) 
         owners=runtime.exchange.info.owners(transfer.bucket) if transfer.bucket != UNDECLARED else (),
         after=after,
     )
-
-
-def _walk(graph: tf.Graph, transfers: Mapping[str, int]) -> Iterator[tuple[tf.Operation, int | None, frozenset[int]]]:
-    """Yields the ops of `graph` that are not pruned, in creation order, with their transfer and those before them.
-
-    These are the nearest before an op on all paths of data or control edges.
-    """
-    run = needed(graph)
-    nearest: dict[str, frozenset[int]] = {}
-    nothing: frozenset[int] = frozenset()
-    for op in graph.get_operations():
-        if op.name in run:
-            after = nothing.union(*(nearest.get(earlier.name, nothing) for earlier in before(op)))
-            own = transfers.get(op.name)
-            yield op, own, after
-            nearest[op.name] = after if own is None else frozenset([own])

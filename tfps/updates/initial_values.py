@@ -29,44 +29,36 @@ _BAR_AFTER_S = 0.5  # no bar that only flashes
 _LINE_AFTER_S = 5.0
 
 
-class Progress(contextlib.AbstractContextManager["Progress"]):
-    """Shows within its block how many of `total` bytes are transferred; 0: nothing. For one thread.
-
-    The bar is drawn on stderr with rich, if installed, and removed at the end.
-    """
+class Progress(contextlib.ExitStack):
+    """Shows within its block how many of `total` bytes are transferred; 0: nothing. For one thread."""
 
     def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
+        super().__init__()
+        self._what, self._total = what, total
         self._started_s = 0.0  # the first `show`: before, workers may have waited for each other
         self._bar: rich.progress.Progress | None = None
         self._said = False
 
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        self.show(0.0)
-
-    def show(self, nbytes: float) -> None:
-        """Shows `nbytes` beyond those added. Call it a few times per second."""
+    def show(self, done: float) -> None:
+        """Shows `done` bytes. Call it a few times per second."""
         if not self._total:
             return
         self._started_s = self._started_s or time.monotonic()
-        elapsed_s, now = time.monotonic() - self._started_s, self._done + nbytes
-        if self._bar is None and not self._said and elapsed_s >= _BAR_AFTER_S and now < self._total:
+        elapsed_s, unfinished = time.monotonic() - self._started_s, done < self._total
+        if self._bar is None and not self._said and elapsed_s >= _BAR_AFTER_S and unfinished:
             self._bar = _bar(self._what, self._total)
+            if self._bar is not None:
+                self.enter_context(self._bar)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=now, refresh=True)
+            self._bar.update(self._bar.task_ids[0], completed=done, refresh=True)
         elif not self._said and elapsed_s >= _LINE_AFTER_S:
             self._said = True
-            left = f", about {elapsed_s * (self._total / now - 1):.0f} s to go" if 0 < now < self._total else ""
-            logger.info("%s: %.0f of %.0f MB%s", self._what, now / 1e6, self._total / 1e6, left)
+            left = f", about {elapsed_s * (self._total / done - 1):.0f} s to go" if done > 0 and unfinished else ""
+            logger.info("%s: %.0f of %.0f MB%s", self._what, done / 1e6, self._total / 1e6, left)
 
 
 def _bar(what: str, total: int) -> rich.progress.Progress | None:
-    """A started rich bar; None without a terminal or rich."""
+    """A bar on stderr, removed at the end; None without a terminal or rich."""
     if not sys.stderr.isatty():
         return None
     try:
@@ -78,7 +70,6 @@ def _bar(what: str, total: int) -> rich.progress.Progress | None:
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True, auto_refresh=False)
     bar.add_task(what, total=total)
-    bar.start()
     return bar
 
 
@@ -88,23 +79,19 @@ Take = Callable[[Variable, Value], None]  # of a variable that value
 
 
 class InitialValues:
-    """Variables whose values are not agreed yet. Used by the main thread.
-
-    They are kept until then: the comparison must not depend on what a rank has garbage-collected.
-    """
+    """Variables whose values are not agreed yet. Used by the main thread."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._created: list[Variable] = []
-        # All whose values have been agreed on, in the same order everywhere.
-        self.agreed: list[weakref.ref[Variable]] = []
+        self._created: list[Variable] = []  # not weak: ranks collect garbage at different times
+        self.agreed: list[weakref.ref[Variable]] = []  # in the same order everywhere
 
     def created(self, variable: Variable) -> None:
         if self._runtime.exchange.view.workers > 1:
             self._created.append(variable)
 
     def agree(self, *, used: bool = False, written: Collection[str] = ()) -> None:
-        """Gives all new variables their values on rank 0.
+        """Gives all new variables their values on rank 0; every rank must call it.
 
         `used`: gradients have been computed with this rank's already. `written`: unique ids of those that each rank has
         written for itself since then; they stay as they are.
@@ -130,10 +117,7 @@ class InitialValues:
                 self.share([variable])
 
     def share(self, variables: list[Variable], *, used: bool = False, written: Collection[str] = ()) -> list[str]:
-        """Gives `variables` their values on rank 0; every rank must call it. After Ctrl-C it goes on where it was.
-
-        Returns the names of those that were `used` with another value; see `agree`.
-        """
+        """As `agree`, for `variables`; goes on where Ctrl-C stopped it. Returns what was `used` with another value."""
         rank, different = self._runtime.exchange.rank, list[str]()
 
         def take(variable: Variable, value: Value) -> None:
@@ -149,9 +133,10 @@ class InitialValues:
 
         fixed = [variable for variable in variables if _has_fixed_size(variable)]
         total = sum(map(_nbytes, fixed)) if rank == 0 else 0  # only rank 0 shows it
+        done = 0
         with Progress(f"tfps: {INITIAL_VALUES}", total) as progress:
             for batch in _batches(fixed):
-                self._sum(batch, progress, take)
+                done = self._sum(batch, progress, done, take)
         if others := [variable for variable in variables if not _has_fixed_size(variable)]:
             self._gather(others, take)
         for variable in variables:
@@ -159,20 +144,22 @@ class InitialValues:
                 variable.note_assigned()
         return different
 
-    def _sum(self, variables: list[Variable], progress: Progress, take: Take) -> None:
+    def _sum(self, variables: list[Variable], progress: Progress, done: int, take: Take) -> int:
+        """Exchanges variables of a fixed size after `done` bytes; returns how many bytes are done then."""
         total, payload = sum(map(_nbytes, variables)), None
         broadcast = FixedBroadcast(self._runtime, INITIAL_VALUES, total, **_named(variables))
         broadcast.declare()
         if self._runtime.exchange.rank == 0:
             payload = np.concatenate([_bytes(variable) for variable in variables])
         with indivisible(self._runtime.exchange, INITIAL_VALUES):
-            received, start = broadcast(payload, lambda part: progress.show(part * total)), 0
+            received, start = broadcast(payload, lambda part: progress.show(done + part * total)), 0
             for variable in variables:
                 value = received[start : start + _nbytes(variable)].view(variable.dtype.as_numpy_dtype)
                 take(variable, value.reshape(variable.shape))
                 start += value.nbytes
             self.forget(variables)
-        progress.add(total)
+        progress.show(done + total)
+        return done + total
 
     def _gather(self, variables: list[Variable], take: Take) -> None:
         """Exchanges variables whose size in bytes only rank 0 knows."""
@@ -209,11 +196,9 @@ def _batches(variables: list[Variable]) -> Iterator[list[Variable]]:
     for variable in variables:
         batch.append(variable)
         filled += _nbytes(variable)
-        if filled >= _BATCH_BYTES:
+        if filled >= _BATCH_BYTES or variable is variables[-1]:
             yield batch
             batch, filled = [], 0
-    if batch:
-        yield batch
 
 
 def _has_fixed_size(variable: Variable) -> bool:

@@ -45,14 +45,9 @@ class _Subject:
 
 
 class Invariants:
-    """Compares this rank's digests with those of all others. Any thread may add rows.
+    """Compares this rank's digests with those of all others, of a job with several workers. Any thread may add rows."""
 
-    Args:
-        runtime: of a job with several workers.
-        every: steps between comparisons of a bucket's weights, at least 1.
-    """
-
-    def __init__(self, runtime: Runtime, every: int) -> None:
+    def __init__(self, runtime: Runtime, every: int) -> None:  # steps between comparisons of a bucket's weights
         self._runtime, self._every = runtime, every
         self._rows = min(every, _MOST_ROWS)
         # The name refuses a rank with another number.
@@ -63,9 +58,8 @@ class Invariants:
         self._lock = threading.Lock()  # guards all below
         self._outbox: list[list[int]] = []
         self._subjects: dict[int, _Subject] = {}
-        self._eager: dict[
-            str, tuple[int, int]
-        ] = {}  # by unique id of a variable that is updated eagerly: number, rounds
+        # By unique id of a variable that is updated eagerly: number, rounds.
+        self._eager: dict[str, tuple[int, int]] = {}
         self._awaited: dict[tuple[int, int], dict[int, Array]] = {}  # rows by round and number, then by rank
 
     @staticmethod
@@ -88,8 +82,8 @@ class Invariants:
         if not due and not transfer.leads:
             return
         first, *others = (digest.numpy() for digest in digests)
-        for replica, other in enumerate(others, 1):
-            if due and (other != first).any():
+        for replica, other in enumerate(others if due else (), 1):
+            if (other != first).any():
                 rank = self._runtime.exchange.rank
                 raise MismatchError(
                     f"rank {rank}: after step {transfer.round + 1} of {_names(transfer.spec.names)} its devices 0 and "
@@ -133,23 +127,18 @@ class Invariants:
         said = [np.frombuffer(part, np.int64).reshape(-1, _WIDTH) for part in reply.parts or []]  # none: a failure
         if all((each == said[0]).all() for each in said):
             return
-        different = []
+        different: tuple[_Subject, int, Array] | None = None
         with self._lock:
             for rank, rows in enumerate(said):
                 for row in rows[rows[:, 0] != 0]:
-                    key = int(row[1]), int(row[0])
-                    by_rank = self._awaited.setdefault(key, {})
-                    by_rank[rank] = row
-                    if len(by_rank) == len(said):
-                        complete = np.stack([by_rank[each] for each in range(len(said))])
-                        del self._awaited[key]
-                        if (complete != complete[0]).any():
-                            different.append((*key, complete))
-            if not different:
-                return
-            round_, number, rows = min(different, key=lambda each: each[:2])
-            subject = self._subjects[number]
-        self._runtime.exchange.fail(MismatchError(_difference(subject, round_, rows)))
+                    self._awaited.setdefault((int(row[1]), int(row[0])), {})[rank] = row
+            for round_, number in sorted(key for key, rows in self._awaited.items() if len(rows) == len(said)):
+                by_rank = self._awaited.pop((round_, number))
+                rows = np.stack([by_rank[rank] for rank in range(len(said))])
+                if different is None and (rows != rows[0]).any():
+                    different = self._subjects[number], round_, rows
+        if different is not None:
+            self._runtime.exchange.fail(MismatchError(_difference(*different)))
 
 
 def names_of(function: Function, arguments: Sequence[Argument]) -> dict[int, str]:
@@ -183,10 +172,7 @@ def as_number(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def digest(variables: Sequence[Variable], kept: Sequence[tf.Tensor], weigh: tf.Tensor) -> tf.Tensor:
-    """Returns int64 [1 + KEPT], a checksum and `kept`, in an update that has written `variables` (components).
-
-    `weigh`: whether to compute the checksum, else it is 0.
-    """
+    """Returns int64 [1 + KEPT], in an update: a checksum of the written `variables` (0 unless `weigh`), and `kept`."""
     nothing = tf.constant(0, tf.int64)
     weights = tf.cond(weigh, lambda: checksum([each.read_value() for each in variables]), lambda: nothing)
     with tf.device(HOST):
@@ -198,10 +184,7 @@ def digest(variables: Sequence[Variable], kept: Sequence[tf.Tensor], weigh: tf.T
 
 
 def checksum(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns an int64 scalar that depends on the bits of `tensors` and on their order.
-
-    Sums 32-bit pieces in 64 bits, each times its own odd number, in chunks: pieces need twice the memory of the items.
-    """
+    """Sums 32-bit pieces of `tensors` in 64 bits, each times an odd number that its place determines."""
     flat = [tf.reshape(each, [-1]) for each in tensors]
     if len({each.dtype for each in flat}) == 1:
         flat = [tf.concat(flat, 0)] if len(flat) > 1 else flat
@@ -210,7 +193,7 @@ def checksum(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         size = int(items.shape[0])
         chunk = max(_CHUNK, -(-size // (_MOST_CHUNKS * _COLUMNS)) * _COLUMNS)
         for start in range(0, size, chunk):
-            with tf.control_dependencies([total]):  # one after the other, to save memory
+            with tf.control_dependencies([total]):  # one after the other: pieces need twice the memory of the items
                 total = total * _PRIME + _sum(items[start : start + chunk])
     return total
 
@@ -243,7 +226,6 @@ def _odd(count: int) -> Array:
 
 
 def _difference(subject: _Subject, round_: int, rows: Array) -> str:
-    """Returns the error message for `rows`, one per rank, that are not all equal."""
     step = f"at step {round_ + 1} of {_names(subject.weights)}"
     for column, (label, is_float) in enumerate(zip(subject.labels, subject.floating, strict=True), 3):
         values = rows[:, column]

@@ -6,6 +6,7 @@ Tested in tests/updates/test_combined.py.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -19,10 +20,7 @@ from tfps.updates.variables import Converted, adds_up
 
 
 class OnReadVariable(Converted, values.SyncOnReadVariable):
-    """A metric's variable; a read outside a step combines the components of all replicas.
-
-    A read in a graph outside `strategy.run` combines within that graph, at every run, on all ranks.
-    """
+    """A metric's variable. A read outside `strategy.run` combines all replicas' components; in a graph at every run."""
 
     _combined: tf.Tensor | None = None  # None until the first combination, `assign` or `current`
 
@@ -64,9 +62,18 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
     ) -> Value:
         summed = self._aggregation == tf.VariableAggregation.SUM
         if not self._outside():
-            if summed and not tf.executing_eagerly():  # eagerly nobody can tell
-                self._check_adds(tf.convert_to_tensor(value, self.dtype))
-            value = self._counted(value, lambda: self._get_on_device_or_primary().read_value())
+            share, component = current_share(), self._get_on_device_or_primary()
+            if summed and share is not None and not tf.executing_eagerly():  # eagerly nobody can tell
+                tensor = tf.convert_to_tensor(value, self.dtype)
+                if not adds_up(component, tensor, share.graph):
+                    raise UnsupportedError(
+                        f"variable {self.name!r} is a sum over replicas, as a metric's is by default, but a step "
+                        "assigns what does not add up (a maximum, a moving average, the last batch's value); create "
+                        "it by add_variable(..., aggregation='mean') if the mean over replicas is meant "
+                        "('only_first_replica': the value of rank 0), or keep sums and compute the rest of them in "
+                        "result()"
+                    )
+            value = self._counted(value, component.read_value)
             return super().assign(value, use_locking, name, read_value)
         if not tf.executing_eagerly():
             self._distribute_strategy.extended.note_local_write(self)
@@ -95,15 +102,16 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
         with tf.control_dependencies(written):
             return self.read_value() if read_value else tf.no_op()
 
-    def assign_add(self, value: Value, *args: object, **kwargs: object) -> Value:
-        if not self._changed_outside():
-            return super().assign_add(self._counted(value, None), *args, **kwargs)
-        return self.assign(self.read_value() + tf.convert_to_tensor(value, self.dtype))
+    def _change(self, method: str, changed: Function, value: Value, *args: object, **kwargs: object) -> Value:
+        outside = self._outside() and self._aggregation != tf.VariableAggregation.SUM  # TensorFlow refuses sums
+        if outside and tf.executing_eagerly():
+            return self.assign(changed(self.read_value(), tf.convert_to_tensor(value, self.dtype)))
+        if outside:
+            self._distribute_strategy.extended.note_local_write(self)
+        return getattr(super(), method)(self._counted(value, None), *args, **kwargs)
 
-    def assign_sub(self, value: Value, *args: object, **kwargs: object) -> Value:
-        if not self._changed_outside():
-            return super().assign_sub(self._counted(value, None), *args, **kwargs)
-        return self.assign(self.read_value() - tf.convert_to_tensor(value, self.dtype))
+    assign_add = functools.partialmethod(_change, "assign_add", operator.add)
+    assign_sub = functools.partialmethod(_change, "assign_sub", operator.sub)
 
     def _counted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
         """Returns what a replica writes; one without rows keeps `before()`, or adds 0 if that is None."""
@@ -112,16 +120,6 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
             return value
         return share.only_if_rows(tf.convert_to_tensor(value, self.dtype), before() if before else None)
 
-    def _check_adds(self, value: tf.Tensor) -> None:
-        share = current_share()
-        if share is not None and not adds_up(self._get_on_device_or_primary(), value, share.graph):
-            raise UnsupportedError(
-                f"variable {self.name!r} is a sum over replicas, as a metric's is by default, but a step assigns what "
-                "does not add up (a maximum, a moving average, the last batch's value); create it by "
-                "add_variable(..., aggregation='mean') if the mean over replicas is meant ('only_first_replica': the "
-                "value of rank 0), or keep sums and compute the rest of them in result()"
-            )
-
     def _outside(self) -> bool:
         """Whether this is neither in a replica function nor in an update."""
         if values_util.is_saving_non_distributed():
@@ -129,25 +127,15 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
             return distribute_lib.in_cross_replica_context() and not values_util.in_replica_update_context()
 
-    def _changed_outside(self) -> bool:
-        """Whether this class changes the value: eagerly, outside a step, except for sums, which TensorFlow refuses."""
-        if not self._outside() or self._aggregation == tf.VariableAggregation.SUM:
-            return False
-        if not tf.executing_eagerly():
-            self._distribute_strategy.extended.note_local_write(self)
-            return False
-        return True
-
     def _gather_saveables_for_checkpoint(self) -> dict[str, Function]:
-        factories = super()._gather_saveables_for_checkpoint()
-        return {key: functools.partial(_OnReadSaveable, self, self._common_name) for key in factories}
+        def saveable(name: str = self._common_name) -> _OnReadSaveable:
+            return _OnReadSaveable(self, name)
+
+        return dict.fromkeys(super()._gather_saveables_for_checkpoint(), saveable)
 
 
 class _OnReadSaveable(values._SyncOnReadSaveable):
     """Restores with `assign`, which also updates the combined value."""
-
-    def __init__(self, variable: OnReadVariable, default_name: str, name: str | None = None) -> None:
-        super().__init__(variable, name or default_name)
 
     def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: object) -> tf.Operation:
         (tensor,) = restored_tensors

@@ -23,9 +23,9 @@ from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.exchange.layout import bucket_limit
 from tfps.graph import common_rows
 from tfps.graph import ops as graph_ops
-from tfps.graph.ops import Gate
+from tfps.graph.ops import HOST, Gate
 from tfps.graph.shares import Counted
-from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
+from tfps.graph.tf_private import ConcreteFunction, ResourceVariable, distribute_lib, flat_call, ops
 from tfps.graph.timestamps import PassedGates
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
@@ -33,7 +33,7 @@ from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Function, Value, Variable
 from tfps.updates import invariants
 from tfps.updates.names import common_name, own_name
-from tfps.updates.variables import Deferral, GatedVariable, deferring, updating
+from tfps.updates.variables import GatedVariable, deferring
 
 _groups_made = itertools.count(1)
 
@@ -109,14 +109,12 @@ class GraphState:
 def fuse(
     pending: Iterable[PendingUpdate], order: dict[str, int], slice_bytes: int, first_bytes: int
 ) -> list[list[PendingUpdate]]:
-    """Groups `pending` into buckets in forward order: those of one kind up to `bucket_limit`, sparse ones alone.
-
-    Each bucket costs a call, so large ones do not part small ones. Variables that may share a gate stay together.
-    """
+    """Groups `pending` into buckets in forward order: those of one kind up to `bucket_limit`, sparse ones alone."""
     buckets: list[list[PendingUpdate]] = []
-    open_: dict[Hashable, tuple[list[PendingUpdate], int]] = {}  # by kind: one that has room for so many more bytes
+    # By kind: one that has room for so many more bytes. Each bucket costs a call, so large ones do not part small ones.
+    open_: dict[Hashable, tuple[list[PendingUpdate], int]] = {}
     before = 0
-    units: dict[Hashable, list[PendingUpdate]] = {}
+    units: dict[Hashable, list[PendingUpdate]] = {}  # variables that may share a gate stay together
     for item in sorted(pending, key=lambda item: order.get(item.variable._unique_id, len(order))):
         together = item.variable.group and not item.sparse
         units.setdefault((item.variable.group, item.kind) if together else id(item), []).append(item)
@@ -141,10 +139,7 @@ def fuse(
 def group_gates(
     variables: Iterable[GatedVariable], limit: int, codec: Callable[[GatedVariable], str] = lambda _: NONE
 ) -> None:
-    """Groups neighbors among `variables` (of an optimizer, in its order) up to `limit` bytes; `codec`: its name.
-
-    A group is the same on all ranks: buckets depend on it. Whether its variables share a gate is this worker's matter.
-    """
+    """Groups neighbors among `variables` (of an optimizer, in its order) up to `limit` bytes, alike on all ranks."""
     groups: list[list[GatedVariable]] = [[]]
     filled, kind = 0, None
     for variable in variables:
@@ -163,21 +158,21 @@ def group_gates(
         number = next(_groups_made)
         for variable in group:
             variable.group = number
-        if not any(variable.is_gate_in_use() for variable in group):  # else a graph may hold the gate of one
+        # Else a graph may hold the gate of one: buckets depend on groups, and only this worker on what shares a gate.
+        if not any(variable.is_gate_in_use() for variable in group):
             group[0].share_gates_with(group[1:])
 
 
-class PlannedBucket(Deferral):
-    """Updates that travel and run together, on one local replica; in forward order, all of one kind.
-
-    `order` is that of first use, by unique id of the variable. Used by the thread that traces.
-    """
+class PlannedBucket:
+    """Updates of one kind that travel and run together on a local replica; in forward order (`order`: of first use)."""
 
     remote = False  # whether pservers update its variables
     comparable = True  # whether its update may return a digest
 
     def __init__(self, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
-        super().__init__([item.variable for item in updates], graph)
+        self.variables, self.graph = [item.variable for item in updates], graph
+        # What the update reads of other values as of the send: its holder in the update, and the value then; by id.
+        self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Value]] = {}
         self.strategy = self.variables[0].distribute_strategy
         first, self.updates, self.replica = updates[0], updates, replica
         self.trained = [
@@ -207,9 +202,7 @@ class PlannedBucket(Deferral):
         """Traces the update, which returns a digest if it is to be `compared`."""
         self.compared = compared and self.comparable
         planned = weakref.ref(self)  # TensorFlow keeps traced functions, and this bucket holds graph tensors
-        signature = [tf.TensorSpec([None], tf.uint8)] * 2
-        if self.compared:
-            signature = [*signature, tf.TensorSpec([], tf.bool)]
+        signature = [tf.TensorSpec([None], tf.uint8)] * 2 + [tf.TensorSpec([], tf.bool)] * self.compared
 
         @tf.function(autograph=False, input_signature=signature)
         def tfps_update(data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
@@ -257,36 +250,36 @@ class PlannedBucket(Deferral):
                 graph_ops.open_gate(gate)
         return result
 
+    def keep(self, what: Value) -> tf.Tensor:
+        """Returns, inside the update, the value at the send of `what`, a variable or a tensor of the sending graph."""
+        if id(what) not in self.kept:
+            tensor = what
+            if isinstance(what, GatedVariable):
+                with deferring(None), self.graph.as_default(), tf.control_dependencies(None):
+                    tensor = tf.convert_to_tensor(what)
+            with ops.init_scope(), tf.device(HOST):
+                holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
+            self.kept[id(what)] = holder, tensor, what  # keeps `what` alive, so that its id stays unique
+        return self.kept[id(what)][0].read_value()
+
     def _own_handles(self, function: ConcreteFunction) -> list[tf.Tensor]:
         slots = [slot for variable in self.variables for slot in variable.with_slots()]
         own = {id(slot._values[self.replica].handle) for slot in slots}
         known = {id(holder.handle) for holder, _, _ in self.kept.values()}
         known |= {id(variable.gates[self.replica].handle) for variable in self.variables}
-        used = []
         for captured in function.captured_inputs:
-            if id(captured) in own:
-                used.append(captured)
-            elif captured.dtype == tf.resource and id(captured) not in known:
+            if captured.dtype == tf.resource and id(captured) not in own | known:
                 container = getattr(captured, "_distributed_container", lambda: None)()
                 raise ValueError(
                     f"it uses {container.name if container else 'a resource'}, which is not a slot of the variable"
                 )
+        used = [captured for captured in function.captured_inputs if id(captured) in own]
         return used or [variable._values[self.replica].handle for variable in self.variables]
-
-    def update_in_graph(self) -> None:
-        """Builds the updates in the graph instead, where they wait for the result of `all_reduce`."""
-        for item in self.updates:
-            component = item.variable._get_replica(self.replica)
-            with tf.device(component.device), updating():
-                item.function(component, item.reduced.result, *item.arguments)
 
     def send(
         self, transfer: DeferredUpdate, queue: tf.Tensor, graph_run: tf.Tensor, carries: bool, times: tuple[Value, ...]
     ) -> None:
-        """Builds the ops that close the gates, keep what the update reads and send the message of this replica.
-
-        `carries`: whether the message has the gradients: only one local replica sends their local sum.
-        """
+        """Closes the gates, keeps what the update reads and sends, in the graph; one replica `carries` gradients."""
         transfer.functions.append(flat_call(self.function))
         transfer.kept = tuple(own_name(what) for _, _, what in self.kept.values())
         transfer.labels = self._labels()
@@ -305,9 +298,7 @@ class PlannedBucket(Deferral):
         with tf.control_dependencies([closed.op, *kept]):
             graph_ops.send(queue, transfer.id, graph_run, data, indices, times)
         for variable in gates.values():
-            for sharing in variable.sharing():
-                for each in sharing.with_slots():
-                    each.forget_passes(self.replica, self.graph)
+            variable.forget_passes(self.replica, self.graph)
 
     def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Returns the bytes of `gradients`, and of the indices if sparse."""
@@ -338,9 +329,9 @@ class PlannedBucket(Deferral):
         kept = self._digestible()
         labels = [named.get(id(what), own_name(what)) for _, _, what in kept]
         floating = [invariants.floating(tensor) for _, tensor, _ in kept]
-        if len(kept) > invariants.KEPT:
+        if len(kept) > invariants.KEPT:  # the last column is a checksum of several
             last = invariants.KEPT - 1
-            labels, floating = [*labels[:last], "one of " + ", ".join(labels[last:])], [*floating[:last], None]
+            labels[last:], floating[last:] = ["one of " + ", ".join(labels[last:])], [None]
         return tuple(labels), tuple(floating)
 
 

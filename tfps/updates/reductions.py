@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -38,10 +38,7 @@ _group_keys = itertools.count(1 << 30, 3)  # TensorFlow's own groups of devices 
 
 
 class Reductions:
-    """Sums tensors and IndexedSlices over the workers. Used by the threads that trace or run eagerly.
-
-    `estimates`: the workers do not step together. In a graph a sum over them is then estimated by this worker's part.
-    """
+    """Sums over the workers; in a graph, if these do not step together (`estimates`), by this worker's part alone."""
 
     def __init__(self, runtime: Runtime, *, estimates: bool) -> None:
         self._runtime, self.estimates = runtime, estimates
@@ -211,12 +208,12 @@ class LocalGather:
                     self._tokens.append(ResourceVariable(0.0, trainable=False, name="tfps_order"))
 
     def gather(self, own: tf.IndexedSlices, replica: int, key: Hashable) -> tf.IndexedSlices:
-        """Returns the rows of all local replicas, in their order; every one of them must call it, in a graph.
-
-        Only the number of rows may differ. `key`: the same on all replicas, and another for each call in a graph.
-        """
+        """Returns the rows of all local replicas, which all call it in a graph; `key`: another for each call there."""
         with tf.device(self._devices[replica]):
-            group, rows = self._group(key), tf.shape(own.indices)[0]
+            with self._lock:
+                groups = self._groups.setdefault(outer_graphs(ops.get_default_graph())[-1], {})
+                group = groups[key] if key in groups else groups.setdefault(key, next(_group_keys))
+            rows = tf.shape(own.indices)[0]
             # TensorFlow's order is that of the devices' links: each says who it is.
             said = self._all(tf.stack([[replica, rows]]), replica, group, 0)
             order = tf.argsort(said[:, 0])
@@ -229,15 +226,8 @@ class LocalGather:
             values.set_shape([None, *own.values.shape[1:]])
         return tf.IndexedSlices(values, indices, own.dense_shape)
 
-    def _group(self, key: Hashable) -> int:
-        with self._lock:
-            groups = self._groups.setdefault(outer_graphs(ops.get_default_graph())[-1], {})
-            if key not in groups:
-                groups[key] = next(_group_keys)
-            return groups[key]
-
     def _all(self, own: tf.Tensor, replica: int, group: int, instance: tf.Tensor | int) -> tf.Tensor:
-        """Returns the tensors `own` of all replicas, one after the other; of one shape per group and instance."""
+        """Returns all replicas' `own`, one after the other; of one shape per group and instance."""
         return tf.raw_ops.CollectiveGatherV2(
             input=own,
             group_size=len(self._devices),
@@ -252,22 +242,17 @@ def _padded(rows: tf.Tensor, more: tf.Tensor) -> tf.Tensor:
     return tf.concat([rows, tf.zeros(tf.concat([[more], tf.shape(rows)[1:]], 0), rows.dtype)], 0)
 
 
-@dataclass(eq=False)
-class _TracedPull:
-    """A pull, the key of its bucket, and the op that calls it."""
-
+class _TracedPull(NamedTuple):
     runtime: Runtime
     transfer: Pull
-    key: tuple[Hashable, ...]
-    op: tf.Operation
+    key: tuple[Hashable, ...]  # of its bucket
+    op: tf.Operation  # that calls it
 
 
-@dataclass(eq=False)
-class _Pulls:
+class _Pulls(dict[_TracedPull, None]):
     """The pulls of one graph and of the functions it calls, in tracing order."""
 
-    traced: dict[_TracedPull, None] = field(default_factory=dict)
-    settled: bool = False  # whether those that the graph needs are declared
+    settled = False  # whether those that the graph needs are declared
 
 
 def _add(graph: tf.Graph, pulls: Iterable[_TracedPull]) -> weakref.ref[_Pulls]:
@@ -277,7 +262,7 @@ def _add(graph: tf.Graph, pulls: Iterable[_TracedPull]) -> weakref.ref[_Pulls]:
         # On the graph itself: they hold ops of the graph, so a table would keep both alive forever.
         found = getattr(each, _NAME, None) or _Pulls()
         setattr(each, _NAME, found)
-        found.traced.update(dict.fromkeys(pulls))
+        found.update(dict.fromkeys(pulls))
         found.settled = False
     return weakref.ref(found)
 
@@ -296,8 +281,7 @@ def _declare(pulls: Iterable[_TracedPull]) -> None:
 @functools.cache
 def _say_uncompressed(name: str) -> None:
     logger.warning(
-        "tfps: %s is not compressed: the program computes with the sum, or it is no gradient of an optimizer",
-        name,
+        "tfps: %s is not compressed: the program computes with the sum, or it is no gradient of an optimizer", name
     )
 
 
@@ -308,7 +292,7 @@ def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:
     """
     if pulls is None:
         raise TfpsError(f"the graph that reduces {name} is gone")
-    _declare([each for each in pulls.traced if each.runtime is runtime])
+    _declare([each for each in pulls if each.runtime is runtime])
 
 
 def _call_flat(original: Function) -> Function:
@@ -318,11 +302,11 @@ def _call_flat(original: Function) -> Function:
         pulls: _Pulls | None = getattr(self.graph, _NAME, None)
         if pulls is not None and not pulls.settled:
             if tf.executing_eagerly():
-                needed = {each: graph_ops.needed(each) for each in {one.op.graph for one in pulls.traced}}
-                _declare([each for each in pulls.traced if each.op.name in needed[each.op.graph]])
+                needed = {each: graph_ops.needed(each) for each in {one.op.graph for one in pulls}}
+                _declare([each for each in pulls if each.op.name in needed[each.op.graph]])
                 pulls.settled = True
             else:  # a function may have been traced for another caller
-                _add(ops.get_default_graph(), pulls.traced)
+                _add(ops.get_default_graph(), pulls)
         return original(self, *arguments, **named)
 
     return call_flat

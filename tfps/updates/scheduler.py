@@ -24,11 +24,12 @@ from tfps.types import Argument, Function, Value
 from tfps.updates.compressing import Compressing
 from tfps.updates.invariants import Invariants
 from tfps.updates.pending import GraphState, PendingUpdate, PlannedBucket, Reduced, fuse, group_gates
-from tfps.updates.variables import GatedVariable
+from tfps.updates.variables import GatedVariable, updating
 
 logger = logging.getLogger("tfps")
 _FIRST_BUCKET_BYTES = 64 * 1024
 _numbers = itertools.count()
+_NOTHING = GraphState()  # of a graph that nothing is known of; nobody changes it
 
 
 class UpdateScheduler:
@@ -60,12 +61,13 @@ class UpdateScheduler:
 
     # What is known of a graph.
 
-    def _state_of(self, graph: tf.Graph) -> GraphState | None:
-        return getattr(graph, self._state_name, None)
+    def _known(self, graph: tf.Graph) -> GraphState:
+        found: GraphState = getattr(graph, self._state_name, _NOTHING)
+        return found
 
     def _state(self, graph: tf.Graph) -> GraphState:
-        """Returns the state of `graph`; creates it if needed."""
-        if (state := self._state_of(graph)) is None:
+        """As `_known`, of a graph that is going to be known."""
+        if (state := self._known(graph)) is _NOTHING:
             state = GraphState()
             # On the graph itself: the state holds tensors of the graph, so a table would keep both alive forever.
             setattr(graph, self._state_name, state)
@@ -74,8 +76,7 @@ class UpdateScheduler:
 
     def inputs(self, graph: tf.Graph) -> list[tf.Tensor]:
         """Returns the inputs of the replica function traced in `graph` itself; empty if in an outer graph."""
-        state = self._state_of(graph)
-        return state.inputs if state is not None else []
+        return self._known(graph).inputs
 
     def next_reduction(self, who: Hashable) -> tuple[int, Hashable]:
         """Returns a key for the next reduction by `who` in the graph under construction, the same in every retrace."""
@@ -84,10 +85,7 @@ class UpdateScheduler:
         return reductions[who], who
 
     def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
-        """Notes the forward order and emits what waits, before any access in a graph under construction.
-
-        Returns what the access must come after: the step's inputs if they are in `graph`.
-        """
+        """Notes the forward order and emits what waits, before an access in `graph`; returns what must precede it."""
         chain = outer_graphs(graph)
         if not chain:
             return []
@@ -106,7 +104,7 @@ class UpdateScheduler:
             gates.setdefault((variable._unique_id, replica), (passed, passed.inputs[position]))
 
     def first_use(self, graph: tf.Graph) -> dict[str, int]:
-        """Returns the order of first use in the outermost of the graphs around `graph`, by unique id."""
+        """The order in the outermost of the graphs around `graph`, by unique id."""
         return self._state(outer_graphs(graph)[-1]).first_use
 
     def timestamps(self, graph: tf.Graph, replica: int) -> Timestamps:
@@ -148,21 +146,16 @@ class UpdateScheduler:
         return True
 
     def _find_reduced(self, tensor: Value) -> Reduced | None:
-        """Returns the reduction that made `tensor`, or None if something was computed in between.
-
-        `all_reduce` wraps dense results in IdentityN (custom_gradient), so identities are followed back.
-        """
+        """Returns the reduction that made `tensor`, or None if something was computed in between."""
         if getattr(tensor, "graph", None) is None or tf.executing_eagerly():
             return None
         if isinstance(tensor, tf.IndexedSlices):
-            state = self._state_of(tensor.values.graph)
-            return state.reduced.get(id(tensor)) if state else None
+            return self._known(tensor.values.graph).reduced.get(id(tensor))
         while True:
             for each in outer_graphs(tensor.graph):
-                state = self._state_of(each)
-                if state is not None and id(tensor) in state.reduced:
-                    return state.reduced[id(tensor)]
-            if tensor.op.type not in ("Identity", "IdentityN"):
+                if (reduced := self._known(each).reduced.get(id(tensor))) is not None:
+                    return reduced
+            if tensor.op.type not in ("Identity", "IdentityN"):  # `all_reduce` wraps dense results in these
                 return None
             tensor = tensor.op.inputs[tensor.value_index]
 
@@ -192,8 +185,7 @@ class UpdateScheduler:
             each.clear()
 
     def _emit_all(self, graph: tf.Graph) -> None:
-        state = self._state_of(graph)
-        for replica in sorted(state.pending if state is not None else ()):
+        for replica in sorted(self._known(graph).pending):
             number = self._strategy.extended._get_replica_id_in_sync_group(replica)
             context = distribute_lib.ReplicaContext(self._strategy, number)
             with graph.as_default(), tf.control_dependencies(None), context:
@@ -210,10 +202,7 @@ class UpdateScheduler:
     def emit(
         self, buckets: Sequence[PlannedBucket], graph: tf.Graph, replica: int, *, timed: bool = True
     ) -> dict[PlannedBucket, int]:
-        """Traces the updates of `buckets` and sends them in `graph`, together; `timed`: with timestamps.
-
-        Returns the numbers of those that are sent.
-        """
+        """Traces the updates of `buckets` and sends them together in `graph`; returns the numbers of those it sends."""
         for bucket in buckets:
             self._trace(bucket)
         traced = [bucket for bucket in buckets if bucket.function is not None]
@@ -231,7 +220,10 @@ class UpdateScheduler:
         last = min((bucket.spec.priority for bucket in numbers), default=0)  # the most urgent is the last to be sent
         for index, bucket in enumerate(buckets):
             if bucket not in numbers:
-                bucket.update_in_graph()
+                for item in bucket.updates:  # here they wait for the result of `all_reduce`
+                    component = item.variable._get_replica(replica)
+                    with tf.device(component.device), updating():
+                        item.function(component, item.reduced.result, *item.arguments)
                 continue
             shared = bucket.key, self._count(bucket.key, replica)
             if (transfer := self._transfers.get(shared)) is None:

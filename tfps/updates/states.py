@@ -49,16 +49,11 @@ class States:
         self._check(parts, own, when)
 
     def finish(self) -> None:
-        """Compares what has been trained since the last comparison, before this rank leaves.
-
-        Waits for the others for a moment only: whoever comes last knows what all had.
-        """
+        """Compares once more before this rank leaves. Waits a moment only: whoever comes last knows what all had."""
         runtime = self._runtime
-        if runtime.exchange.failure is not None or not self._said.declared:
+        if runtime.exchange.failure is not None or not self._said.declared or not runtime.settle(_PATIENCE_S):
             return
-        if not runtime.settle(_PATIENCE_S) or runtime.exchange.failure is not None:
-            return
-        if runtime.exchanges == self._compared:
+        if runtime.exchange.failure is not None or runtime.exchanges == self._compared:
             return
         own, replies = self._own(statistics=False), queue.SimpleQueue[Reply]()
         # Not by `AllGather.push`, for which closing would wait: the others may never say it.
@@ -71,10 +66,7 @@ class States:
                 self._check(reply.parts or [], own, "when the strategy was closed")
 
     def _own(self, *, statistics: bool) -> dict[int, tuple[Variable, int]]:
-        """Returns the variables of this rank with what stands for their value, by number.
-
-        `statistics`: also those that replicas write for themselves, which must have been combined.
-        """
+        """Returns this rank's variables with what stands for their value; `statistics`: with what has been combined."""
         found = {}
         with tf.init_scope():
             for number, reference in enumerate(self._initial_values.agreed):
@@ -88,8 +80,8 @@ class States:
         return found
 
     def _check(self, parts: Sequence[bytes], own: dict[int, tuple[Variable, int]], when: str) -> None:
-        pairs = [np.frombuffer(part, np.int64).reshape(-1, 2) for part in parts]
-        ranks = [dict(zip(each[:, 0].tolist(), each[:, 1].tolist(), strict=True)) for each in pairs]
+        pairs = [np.frombuffer(part, np.int64).reshape(-1, 2).T.tolist() for part in parts]
+        ranks = [dict(zip(numbers, values, strict=True)) for numbers, values in pairs]
         # What the ranks have read has negative numbers; others mean that they have not the same data sets.
         read = [sorted((number for number in rank if number < 0), reverse=True) for rank in ranks]
         common = [number for number in own if all(number in rank for rank in ranks)]
@@ -121,11 +113,11 @@ def _number(value: Array) -> int:
 
 
 def _difference(variable: Variable, numbers: Sequence[int], more: int, when: str) -> str:
-    """Returns the message for `variable`, for which each rank has a number, and `more` variables."""
-    values, shown = np.array(numbers, np.int64), hexadecimal
-    if variable.shape.rank == 0 and (variable.dtype.is_floating or variable.dtype.is_integer):
-        values, shown = values.view(np.float64) if variable.dtype.is_floating else values, decimal
-    what = by_value(values, lambda value: f"{'checksum ' if shown is hexadecimal else ''}{shown(value)}")
+    values, dtype = np.array(numbers, np.int64), variable.dtype
+    if variable.shape.rank == 0 and (dtype.is_floating or dtype.is_integer):
+        what = by_value(values.view(np.float64) if dtype.is_floating else values, decimal)
+    else:
+        what = by_value(values, lambda value: f"checksum {hexadecimal(value)}")
     others = f" ({more} more variables differ)" if more else ""
     return (
         f"the workers are no longer alike {when}: {own_name(variable)} is {what}{others}. What is changed between "

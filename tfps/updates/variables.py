@@ -13,17 +13,17 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import DTypeLike
 
 from tfps.errors import UnsupportedError
-from tfps.graph.ops import HOST, Gate, computed_from, is_argument, outside, pass_gate, write_after
+from tfps.graph.ops import Gate, computed_from, is_argument, outside, pass_gate, write_after
 from tfps.graph.patches import replaced
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import (
-    ResourceVariable,
     distribute_lib,
     in_xla,
     is_differentiated,
@@ -36,6 +36,9 @@ from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.runtime.remote import RemoteParameter
 from tfps.types import Array, Function, Structure, Value, Variable
 
+if TYPE_CHECKING:
+    from tfps.updates.pending import PlannedBucket
+
 # What changes a value so that parts of a sum no longer add up.
 _OTHER = {
     *("Maximum", "Minimum", "Mul", "RealDiv", "Div", "DivNoNan", "FloorDiv", "Pow", "Square", "Sqrt", "Rsqrt", "Exp"),
@@ -44,10 +47,7 @@ _OTHER = {
 
 
 def adds_up(component: Variable, value: Value, replica: tf.Graph | None) -> bool:
-    """Whether `value`, a tensor of a graph, may be the value of `component` plus something, or is zero everywhere.
-
-    `replica`: the graph of the replica function, whose arguments are the batch.
-    """
+    """Whether `value`, in the graph of a `replica` function, may be that of `component` plus something, or is zero."""
     if (constant := tf.get_static_value(value)) is not None:
         return not constant.any()
 
@@ -107,36 +107,15 @@ def _kept_part(tensor: tf.Tensor, handles: set[int]) -> tf.Tensor | None:
 
 
 class _Tracing(threading.local):
-    deferral: Deferral | None = None  # the deferred update that this thread traces
+    bucket: PlannedBucket | None = None  # whose deferred update this thread traces
     updating = False  # whether it is in an update that every replica makes alike
 
     @property
-    def alike(self) -> bool:
-        """Whether all replicas write the same."""
-        return self.deferral is not None or self.updating
+    def alike(self) -> bool:  # whether all replicas write the same
+        return self.bucket is not None or self.updating
 
 
 _tracing = _Tracing()
-
-
-class Deferral:
-    """Trace of an update of `variables`, deferred by `graph`, with what it keeps of other values as of the send."""
-
-    def __init__(self, variables: list[GatedVariable], graph: tf.Graph) -> None:
-        self.variables, self.graph = variables, graph
-        self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Value]] = {}
-
-    def keep(self, what: Value) -> tf.Tensor:
-        """Returns, inside the update, the value at the send of `what`, a variable or a tensor of the sending graph."""
-        if id(what) not in self.kept:
-            tensor = what
-            if isinstance(what, GatedVariable):
-                with deferring(None), self.graph.as_default(), tf.control_dependencies(None):
-                    tensor = tf.convert_to_tensor(what)
-            with ops.init_scope(), tf.device(HOST):
-                holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
-            self.kept[id(what)] = holder, tensor, what  # keeps `what` alive, so that its id stays unique
-        return self.kept[id(what)][0].read_value()
 
 
 def current_replica(strategy: tf.distribute.Strategy) -> int | None:
@@ -147,9 +126,9 @@ def current_replica(strategy: tf.distribute.Strategy) -> int | None:
     return context._replica_id if context.strategy is strategy else None  # outside all scopes TensorFlow has its own
 
 
-def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
-    """Marks that this thread traces `deferral`; None: that it is back in the program."""
-    return replaced(_tracing, "deferral", deferral)
+def deferring(bucket: PlannedBucket | None) -> contextlib.AbstractContextManager[None]:
+    """Marks that this thread traces the update of `bucket`; None: that it is back in the program."""
+    return replaced(_tracing, "bucket", bucket)
 
 
 def updating() -> contextlib.AbstractContextManager[None]:
@@ -233,12 +212,13 @@ class GatedVariable(Converted, values.MirroredVariable):
         return [self, *(slot for ref in self._slots if (slot := ref()) is not None)]
 
     def forget_passes(self, replica: int, graph: tf.Graph) -> None:
-        """Makes later accesses in `graph` and its outer graphs wait again, after a close in `graph`."""
-        self._passed[replica].difference_update(outer_graphs(graph))
+        """Makes later accesses in `graph` and its outer graphs wait again, after its gate was closed in `graph`."""
+        for each in [slot for other in self.sharing() for slot in other.with_slots()]:
+            each._passed[replica].difference_update(outer_graphs(graph))
 
     def _access(self, replica: int) -> None:
         """Waits for this replica's component (eagerly), or makes later ops of the graph wait for its gate."""
-        if _tracing.deferral is not None:
+        if _tracing.bucket is not None:
             return
         extended = self._distribute_strategy.extended
         if tf.executing_eagerly():
@@ -272,10 +252,8 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     @property
     def local(self) -> bool:
-        """Whether replicas assign locally until a read outside a step combines them: moving statistics.
-
-        TensorFlow would average at each assignment (MEAN) or never (NONE, Keras' default); later gives the same.
-        """
+        """Whether replicas assign locally until a read outside a step combines them: moving statistics."""
+        # TensorFlow would average at each assignment (MEAN) or never (NONE, Keras' default); later gives the same.
         averaged = self._aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.NONE)
         own = self.never_combined or self.trainable or self.gates
         return averaged and self.dtype.is_floating and not own
@@ -287,7 +265,7 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     def note_write(self) -> None:
         """Notes that the program is about to assign this variable."""
-        if _tracing.deferral is not None or in_symbolic_scope():
+        if _tracing.bucket is not None or in_symbolic_scope():
             return
         if not tf.executing_eagerly():
             if self.remote is not None:
@@ -415,10 +393,10 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     def _kept(self) -> tf.Tensor | None:
         """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""
-        deferral = _tracing.deferral
-        if deferral is None or any(self is own or self.owner is own for own in deferral.variables):
+        bucket = _tracing.bucket
+        if bucket is None or any(self is own or self.owner is own for own in bucket.variables):
             return None
-        return deferral.keep(self)
+        return bucket.keep(self)
 
     def _get_replica(self, replica_id: int) -> Variable:
         self._access(replica_id)
