@@ -190,19 +190,15 @@ def _pass_function(variables: int) -> tf_private.ConcreteFunction:
 
 
 def pass_gate(gate: Gate, variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Operation:
-    """Makes every later use of the resources `variables` in the current graph wait until `gate` is open.
+    """Makes later uses of `variables` (resources) in the current graph wait for `gate`; returns the op that passes it.
 
-    Returns the op that passes it, whose other inputs are the variables. `after`: the step's input; a step that
-    ends before it has its input (as at the end of the data) must not be stopped while it holds a token.
+    `after`: the step's input; a step that ends before it has that, at the end of the data, must not hold a token.
     """
     return _call(_pass_function(len(variables)), [gate.handle, *variables], after).op
 
 
 def write_after(variable: Variable, after: Sequence[tf.Tensor]) -> None:
-    """Makes every later write of `variable` (a component) in the current graph wait for the tensors `after`.
-
-    A step whose input ends must not count, even if what it writes does not depend on the input (`iterations`, a seed).
-    """
+    """Makes later writes of `variable` (a component) wait for `after`: a step whose input ends must not count."""
     with tf.device(None), tf.control_dependencies(after):
         # Automatic control dependencies order writes, not other reads, after a read, and prune it if no write follows.
         # VarIsInitializedOp would count as a write: sends that keep the learning rate would queue up.
@@ -220,10 +216,7 @@ def _close_function(gates: int, variables: int) -> tf_private.ConcreteFunction:
 
 
 def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Closes `gates` after all earlier uses of the resources `variables` in the current graph, before all later ones.
-
-    `after`: the gradients. What follows them can hardly fail, so a failing step does not leave gates closed.
-    """
+    """Closes `gates` between earlier and later uses of `variables`; after the gradients: what follows hardly fails."""
     handles = [gate.handle for gate in gates]
     return _call(_close_function(len(gates), len(variables)), [*handles, *variables], after)
 
@@ -313,11 +306,8 @@ def tfps_pull(
 
 
 def pull(queue: tf.Tensor, transfer: int, data: tf.Tensor, indices: tf.Tensor) -> list[tf.Tensor]:
-    """Sends `data` and waits for the reduced bytes: [data, indices], both flat uint8.
-
-    A *stateless* call around stateful ops: it is pruned when nothing uses its result (see `needed`).
-    """
-    with tf.device(HOST):
+    """Sends `data` and waits for the reduced bytes: [data, indices], both flat uint8."""
+    with tf.device(HOST):  # stateless: it is pruned when nothing uses its result (see `needed`)
         pulled = call_stateless(tfps_pull(), [queue, tf.constant(transfer, tf.int64), data, indices])
         tf_private.set_read_only_inputs(pulled[0], [0])
         for tensor in pulled:

@@ -1,8 +1,6 @@
 """Counts the rows of a step's batch that each replica has, and weights its part of a mean over the whole batch.
 
 A replica with k of n rows counts k / n. docs/design.md, "Who weights what", says what is weighted where.
-
-Tested in tests/graph/test_shares.py.
 """
 
 from __future__ import annotations
@@ -51,12 +49,10 @@ def _warn_of_empty_first(structure: Structure) -> None:
 
 
 class LastBatch:
-    """Rows of the last batch that one strategy's graphs took, and of the last ones given to its local `replicas`.
-
-    In variables, as Keras nests functions: a tensor that one captures of another's graph is lost when a third calls it.
-    """
+    """Rows of the last batch that one strategy's graphs took, and of the last ones given to its local `replicas`."""
 
     def __init__(self, replicas: int) -> None:
+        # In variables, as Keras nests functions: a tensor captured from another's graph is lost when a third calls it.
         self.replicas, self.fillers = replicas, Fillers()
         self.fixed: set[str] = set()  # names of what steps of Keras return and that is not for each row
         self._name = f"_tfps_taken_{id(self)}"
@@ -73,9 +69,7 @@ class LastBatch:
     def note(self, iterator: Batches, rows: tf.Tensor) -> None:
         """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [1 + replicas], if the first is known."""
         graph = ops.get_default_graph()
-        if not hasattr(graph, self._name):
-            setattr(graph, self._name, weakref.WeakSet())
-        getattr(graph, self._name).add(iterator)
+        vars(graph).setdefault(self._name, weakref.WeakSet()).add(iterator)
         rows = tf.ensure_shape(rows, [1 + self.replicas])
         with tf.device(HOST):
             # Not `where`: a graph that evaluates on another thread must not write back what it read.
@@ -146,12 +140,11 @@ class Share:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether this replica may have no rows: a row that counts for nothing is in their place."""
+        """Whether a row that counts for nothing may be in the place of none."""
         return not self.fixed_rows
 
     @property
     def has_rows(self) -> tf.Tensor:
-        """Whether this replica has rows, a bool scalar."""
         with self._in_graph():
             return tf.not_equal(self.rows, 0)
 
@@ -173,11 +166,8 @@ class Share:
         return any(is_backward(op) for op in self.graph.get_operations())
 
     def total(self, *, exchange: bool) -> tf.Tensor | None:
-        """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell.
-
-        Where a step of Keras trains, all replicas take part: there no exchange is forbidden.
-        """
-        exchange = exchange or self.step == "training"
+        """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell."""
+        exchange = exchange or self.step == "training"  # all replicas take part in this
         if self._total is None and self.trains:
             self._total = self._noted
         if self._total is None and exchange:
@@ -202,10 +192,7 @@ class Share:
         return even if total is None else self._if_known(total, _ratio(self.rows, total, even.dtype), even)
 
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """Returns (amount / all amounts) / (rows / all rows): by this factor a mean counts by `amount` instead of rows.
-
-        Exactly 1 if all replicas have as much, and as many rows. All replicas must call this together.
-        """
+        """Returns (amount / all amounts) / (rows / all rows), exactly 1 if both are even; all replicas call it."""
         amount = self.only_if_rows(tf.stop_gradient(tf.cast(amount, tf.float64)))
         total, rows = self._sum_rows(amount), self.total(exchange=True)
         if total is None or rows is None:
@@ -270,8 +257,7 @@ class Share:
 class NestedShare(Share):
     """What a nested function, which reads a variable, knows: its rows, and in steps of Keras how many all have.
 
-    It is traced once, for training and evaluation alike. A program's own means, and those over other things
-    than rows, are not weighted in it. `around` is the replica function's.
+    Traced once, for training and evaluation alike, it does not weight a program's own means. `around`: its caller's.
     """
 
     def __init__(

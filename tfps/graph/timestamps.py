@@ -2,8 +2,6 @@
 
 Each is TensorFlow's Timestamp op behind control edges; it costs a microsecond and is always there. It must not change
 what it observes; docs/design.md ("Times inside the graph") says how, and how their places are found (`Landmarks`).
-
-Tested in tests/graph/test_timestamps.py and tests/graph/test_landmarks.py.
 """
 
 from __future__ import annotations
@@ -115,10 +113,7 @@ def now_after(after: Sequence[tf.Operation | tf.Tensor]) -> tf.Tensor:
 
 
 class Landmarks:
-    """Finds the places in `graph` as it is now; all tensors that it finds have several uses.
-
-    `inputs` is the step's batch; ops before the number `since` belong to steps already sent.
-    """
+    """Finds places in `graph` as it is now. `inputs`: the step's batch; ops before `since` were of earlier sends."""
 
     def __init__(self, graph: tf.Graph, inputs: Sequence[tf.Tensor], since: int = 0) -> None:
         self._operations = graph.get_operations()

@@ -32,10 +32,7 @@ class Phase(NamedTuple):
 
 
 class StalenessBound:
-    """How many steps a rank may be ahead of the slowest active one; None: any number. Any thread.
-
-    A quiesced rank holds nobody up. Once all are quiesced they are at one place, and a new phase begins.
-    """
+    """How many steps a rank may be ahead of the slowest active one. Once all are quiesced a new phase begins."""
 
     def __init__(self, view: View, staleness: int | None) -> None:
         self.view, self.staleness = view, staleness

@@ -44,19 +44,13 @@ _MAX_NAME = 256
 
 @dataclass(slots=True)
 class Declaration:
-    """The ranks' declarations of one number."""
-
     lines: dict[int, list[str]] = field(default_factory=dict)
     specs: Sequence[BucketSpec] = ()
     agreed: bool = False
 
 
 class Job:
-    """All a pserver knows of one job. Called by the threads of all streams and control calls.
-
-    A failure ends the job for all its members: calls raise it from then on, and a new job needs a new object. Else they
-    raise ConnectError for who is no member, and ProtocolError for what does not fit.
-    """
+    """All a pserver knows of one job; any thread. A failure ends it for all members: calls raise it from then on."""
 
     def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
         self._recorder, self._errors, self._max_memory = recorder, errors, max_memory
@@ -211,10 +205,7 @@ class Job:
     def declare(
         self, rank: int, number: int, details: Sequence[str], specs: Sequence[BucketSpec], timeout_s: float
     ) -> None:
-        """Blocks until all ranks have declared the same. Number 0 waits until all have joined.
-
-        A declaration that times out is withdrawn, and may be repeated; the WaitTimeoutError names the missing ranks.
-        """
+        """Blocks until all ranks have declared the same (number 0: have joined); if it times out it may be repeated."""
         members = self._membership
         with self._changed:
             self._raise_failure()
@@ -439,10 +430,7 @@ class Job:
 
 
 class Session:
-    """The member of a job that streams or a data connection serve; a `Receiver` of its frames.
-
-    A push stays where it was received until its sum is complete. `failed` returns what to tell of an unexpected error.
-    """
+    """A member's streams or data connection; a `Receiver`. `failed` returns what to tell of an unexpected error."""
 
     def __init__(self, job: Job, rank: int, queue: SendQueue, failed: Callable[..., TfpsError]) -> None:
         self._job, self.rank, self.queue, self._failed = job, rank, queue, failed

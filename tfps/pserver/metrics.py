@@ -84,11 +84,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class MetricsServer(Collector):
-    """Answers HTTP requests about `server` on a thread "tfps-metrics", from construction until `stop`.
-
-    `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops. ConfigError:
-    the port, of which 0 picks a free one, is not available.
-    """
+    """Answers `/metrics` and `/healthz` on a thread "tfps-metrics" until `stop`. ConfigError: no port, 0 finds one."""
 
     def __init__(self, server: ParameterServer, host: str, port: int) -> None:
         self._server = server

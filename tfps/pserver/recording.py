@@ -13,10 +13,7 @@ from tfps.wire.control import record_messages
 
 
 class Recording:
-    """The capture of a job as one of its pservers sees it; see Records in protos/tfps.proto. Any thread.
-
-    What is asked of a capture that is unknown or over raises ClosedError.
-    """
+    """The capture of a job as a pserver sees it; any thread. ClosedError: it is unknown or over."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

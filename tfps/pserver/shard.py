@@ -36,10 +36,7 @@ class OwnedBucket:
 
 
 class Shard:
-    """What the pserver at place `index` of the workers' lists owns, in at most `max_memory` bytes.
-
-    The caller's lock guards all changes and the buckets' `next`.
-    """
+    """What the pserver at place `index` owns; its caller's lock guards all changes and the buckets' `next`."""
 
     def __init__(self, config: Config, view: View, index: int, recorder: Recorder, max_memory: int = 2**63) -> None:
         self.config, self.view, self.index, self._max_memory = config, view, index, max_memory
