@@ -95,24 +95,18 @@ def tensor_of(array: Array) -> tf.Tensor:
 
 
 class Gate:
-    """Makes readers of one variable, or of several that are updated together, wait (on one device).
-
-    A queue that holds one token while the values are current: "" or, after a failure, an error that all readers raise.
-    """
+    """Makes readers of one variable, or of several that are updated together, wait (on one device)."""
 
     def __init__(self, name: str) -> None:
         self.names: tuple[str, ...] = (name,)  # of the variables
         with tf.init_scope(), tf.device(HOST):
-            # Room for more than one token: an error may be added although a token thought lost comes back.
+            # Holds one token while the values are current: "" or, after a failure, an error that all readers raise.
+            # There is room for more: an error may be added although a token thought lost comes back.
             self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
             self.open()
         self.handle = self._queue.queue_ref  # for graph ops
         # Graphs that pass it outside of replica functions: a program may save them.
         self.passed_outside: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
     @property
     def closed(self) -> bool:
@@ -122,7 +116,6 @@ class Gate:
 
     @functools.cached_property
     def saved(self) -> SavedGate:
-        """What stands for it in a SavedModel."""
         return SavedGate(self.handle)
 
     def open(self, error: str = "") -> None:
@@ -139,10 +132,7 @@ class Gate:
 
 
 class SavedGate(tf.saved_model.experimental.TrackableResource):
-    """A gate in a SavedModel: a queue of its own, always open; whoever loads the file needs no tfps.
-
-    Concrete functions pass gates, and are saved as they are; other functions are traced anew, without gates.
-    """
+    """A gate in a SavedModel, whose concrete functions pass it: a queue of its own, always open, without tfps."""
 
     def __init__(self, handle: tf.Tensor) -> None:
         super().__init__()
@@ -233,7 +223,6 @@ def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def open_gate(gate: Gate) -> tf.Operation:
-    """Builds the graph op that opens `gate`."""
     with tf.device(HOST):
         return tf.raw_ops.QueueEnqueueV2(handle=gate.handle, components=[tf.constant("")])
 

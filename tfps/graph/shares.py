@@ -182,10 +182,7 @@ class Share:
         return one if total is None else self._if_known(total, _ratio(self.rows * self.replicas, total, dtype), one)
 
     def weight(self, even: tf.Tensor, *, exchange: bool | None = None) -> tf.Tensor:
-        """Returns the weight of this replica's mean in that of the batch; `even` if nobody knows the rows of all.
-
-        If the result is being differentiated, or with `exchange`, all replicas must call this together.
-        """
+        """The weight of this replica's mean; `even` if unknown. Differentiated or with `exchange` all must call it."""
         if self._weight is not None:
             return tf.cast(self._weight, even.dtype)
         total = self.total(exchange=is_differentiated() if exchange is None else exchange)
@@ -386,7 +383,6 @@ class Counted:
         return self.weighted(value)
 
     def weighted(self, value: Value) -> Value:
-        """Returns `value` multiplied by its weight."""
         if self.weight is None:
             return value
         return with_values(value, lambda each: each * tf.cast(self.weight, each.dtype))
@@ -415,7 +411,6 @@ def counted() -> Counted:
 
 
 def is_reducing_gradients() -> bool:
-    """Whether this thread reduces gradients for an optimizer."""
     return _current.gradients is not None
 
 

@@ -1,7 +1,4 @@
-"""Every private TensorFlow name that tfps uses, imported here only, each with its reason.
-
-At import `needs` checks that all names exist, else an ImportError says which versions are supported. `check_effects`
-checks that those which would fail silently still do what they are for.
+"""Every private TensorFlow name that tfps uses, imported here only, each with its reason, and checked.
 
 Tested in tests/test_versions.py, tests/test_private_names.py and tests/graph/test_effects.py.
 """

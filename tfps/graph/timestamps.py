@@ -1,7 +1,6 @@
 """Timestamps inside a graph: when a step has its input, when a read wants its variable and when it may have it.
 
-Each is TensorFlow's Timestamp op behind control edges; it costs a microsecond and is always there. It must not change
-what it observes; docs/design.md ("Times inside the graph") says how, and how their places are found (`Landmarks`).
+docs/design.md ("Times inside the graph") says how their places are found, and why they do not change what they observe.
 """
 
 from __future__ import annotations
@@ -26,16 +25,12 @@ _PARAMETERS = ("Const", "ReadVariableOp", "Placeholder")
 
 @dataclass(eq=False)
 class PassedGates:
-    """The gates that one graph has passed."""
-
     # By unique id of the variable and replica: the op that first passes the gate, and the variable's handle there.
     by_variable: dict[tuple[str, int], tuple[tf.Operation, tf.Tensor]] = field(default_factory=dict)
     noted: int = 0  # number of ops that belong to steps already sent
 
 
 class NotedTimes(NamedTuple):
-    """The timestamps of one send."""
-
     # Float64 scalars, wall-clock seconds, 0 if unknown: input ready, forward pass ended, read wanted, gate open. Empty
     # if nothing is known.
     times: tuple[Value, ...] = ()

@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.max_memory is not None and not 0 < options.max_memory < 2**30:
         parser.error(f"--max-memory must be a positive number of GiB, got {options.max_memory}")
     try:
-        return _status(options) if options.status is not None else _serve(options)
+        names = ("insecure", "token_file", "tls_cert", "tls_key", "tls_ca")
+        security = Security.from_environment(**{name: getattr(options, name) for name in names})
+        return (_serve if options.status is None else _status)(options, security)
     except TfpsError as error:
         print(f"tfps_pserver: {error}", file=sys.stderr)
         return 1
@@ -107,14 +109,13 @@ def _allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace, security: Security) -> int:
     tune_malloc(one_arena=True)
     _allow_many_files()
     level = logging.WARNING if options.quiet else logging.INFO
     logging.basicConfig(level=level, format="tfps_pserver: %(message)s", stream=sys.stderr)
     stop = Flag()
     _at_signals(stop.set)
-    security = _security(options)
     host = options.host or default_host(security)
     if options.metrics_port is not None:
         check_host(options.metrics_host, security, metrics=True)
@@ -159,11 +160,6 @@ def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:
             stop.set()
 
 
-def _security(options: argparse.Namespace) -> Security:
-    names = ("insecure", "token_file", "tls_cert", "tls_key", "tls_ca")
-    return Security.from_environment(**{name: getattr(options, name) for name in names})
-
-
 def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
     """Logs what somebody who starts a pserver may not expect."""
     if is_loopback(host):
@@ -179,10 +175,10 @@ def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
         logger.warning("%s: everybody who reaches %s may join, read and end its jobs", why, host)
 
 
-def _status(options: argparse.Namespace) -> int:
+def _status(options: argparse.Namespace, security: Security) -> int:
     from tfps.pserver.console import Watcher, show
 
-    with contextlib.closing(Watcher(options.status, _security(options))) as watcher:
+    with contextlib.closing(Watcher(options.status, security)) as watcher:
         _at_signals(watcher.stop)
         if not options.json:
             show(watcher, _INTERVAL_S)

@@ -113,9 +113,8 @@ class DataPort:
             self._strangers.discard(connected)
         with self._lock:
             self._connections.add(connection)
-            closed = self._closed
-        if closed:
-            connection.shut_down()
+            if self._closed:
+                connection.shut_down()
         opened.queue.use_connection()
         received = threading.Event()  # all that comes
         sender = threading.Thread(

@@ -82,8 +82,7 @@ class Job:
     @property
     def under_way(self) -> bool:
         """Whether it has begun and is not over."""
-        with self._changed:
-            return self._failure is None and bool(self._membership.members) and not self._membership.over
+        return bool(self._membership.members) and not self.over
 
     def wait_over(self, timeout_s: float) -> None:
         """Waits while some have left and others not: a script may train again while slower workers finish a job."""
@@ -102,9 +101,9 @@ class Job:
             if member.state is State.JOINED:
                 if memory is not None:
                     self._memory[member.rank] = memory
-                window, policy, recorder = config.first_window_bytes, config.policy, self._recorder
-                queue = SendQueue(window, policy, piggyback=False, recorder=recorder, rank=member.rank)
-                self._queues[member.rank] = queue
+                self._queues[member.rank] = SendQueue(
+                    config.first_window_bytes, config.policy, piggyback=False, recorder=self._recorder, rank=member.rank
+                )
             return member.rank, member.rank in self._memory
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
@@ -330,7 +329,6 @@ class Job:
             self.fail(error)
 
     def bucket(self, number: int) -> OwnedBucket:
-        """A declared bucket."""
         with self._changed:
             self._raise_failure()
             return declared(self._shard.buckets, number)
@@ -397,8 +395,7 @@ class Job:
                 for queue in queues:
                     queue.put([Outgoing(header, payload.nbytes, encoding=payload)])
             elif target is not None:
-                for queue in queues:
-                    queue.put([Outgoing(header, target.place.nbytes, payload, target=target)])
+                queues[0].put([Outgoing(header, target.place.nbytes, payload, target=target)])
             elif payload is not None:
                 put_in_all(queues, [(header, payload)])
 
@@ -481,7 +478,6 @@ class Counters:
         self._drawn: dict[str, tuple[set[int], int]] = {}
 
     def fetch_add(self, name: str, rank: int) -> int:
-        """The next number of the counter `name` for `rank`."""
         if rank not in self._view.ranks or len(name) > _MAX_NAME:
             raise ProtocolError(
                 f"a number must be drawn by one of the {self._view.workers} ranks, from a counter whose name has at "

@@ -1,7 +1,4 @@
-"""Prometheus metrics of a pserver: `/metrics` and `/healthz` over HTTP.
-
-Nothing is counted here: a scrape reads what the pserver keeps anyway. docs/metrics.md lists the names.
-"""
+"""Prometheus metrics of a pserver over HTTP: a scrape reads what it keeps anyway. docs/metrics.md lists the names."""
 
 from __future__ import annotations
 
@@ -128,7 +125,6 @@ class MetricsServer(Collector):
         yield refused
 
     def stop(self) -> None:
-        """Ends the thread and frees the port."""
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()

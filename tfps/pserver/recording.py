@@ -44,7 +44,6 @@ class Recording:
                 self._changed.notify_all()
 
     def upload(self, number: int, rank: int, part: pb.Records) -> None:
-        """Takes a part of a worker's records."""
         with self._changed:
             self._check(number)
             self._parts.append(part)
@@ -76,7 +75,6 @@ class Recording:
             return ended
 
     def fail(self, error: TfpsError) -> None:
-        """Ends the capture with the job's failure."""
         with self._changed:
             self._failure = error
             self._end()

@@ -281,10 +281,9 @@ class ParameterServer:
             session.ended()
         try:
             yield from outgoing(session.queue)
-        except TfpsError as error:
-            yield frames.encode_error(error)
         except Exception as error:
-            yield frames.encode_error(session.fail(error, f"while it sent to rank {session.rank}"))
+            what = f"while it sent to rank {session.rank}"
+            yield frames.encode_error(error if isinstance(error, TfpsError) else session.fail(error, what))
 
     def _open_session(self, incarnation: str, rank: int) -> Session:
         """Opens the session of a data connection, which is both streams."""

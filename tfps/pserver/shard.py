@@ -64,7 +64,6 @@ class Shard:
             )
 
     def add(self, specs: Sequence[BucketSpec]) -> None:
-        """Adds buckets that all ranks have declared."""
         slice_bytes = self.config.first_slice_bytes
         for spec in specs:
             bucket = OwnedBucket(spec)
@@ -93,7 +92,6 @@ class Shard:
         return ((bucket.spec.name, item) for bucket in self.buckets for item in bucket.slices.values())
 
     def async_slices(self) -> Iterator[tuple[str, AsyncSlice]]:
-        """Those of mode "async"."""
         return ((name, item) for name, item in self.slices() if isinstance(item, AsyncSlice))
 
     def _slices(self, bucket: OwnedBucket, cutting: Cutting) -> dict[int, OwnedSlice]:

@@ -1,8 +1,4 @@
-"""Slices on their owner. Each push is answered with `Answer`s, at once or when others have pushed.
-
-`SumSlice` and `GatherSlice` are rounds of all ranks. `AsyncSlice` (async_slice.py) takes each push by itself and bounds
-how far ranks drift apart.
-"""
+"""Slices on their owner, which answer pushes with `Answer`s: here rounds of all ranks, else see async_slice.py."""
 
 from __future__ import annotations
 
