@@ -132,7 +132,7 @@ class Gate:
 
 
 class SavedGate(tf.saved_model.experimental.TrackableResource):
-    """A gate in a SavedModel, whose concrete functions pass it: a queue of its own, always open, without tfps."""
+    """A gate in a SavedModel, whose concrete functions pass it: a queue that is always open: loading needs no tfps."""
 
     def __init__(self, handle: tf.Tensor) -> None:
         super().__init__()

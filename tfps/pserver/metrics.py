@@ -81,7 +81,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class MetricsServer(Collector):
-    """Answers `/metrics` and `/healthz` on a thread "tfps-metrics" until `stop`. ConfigError: no port, 0 finds one."""
+    """Answers `/metrics` and `/healthz` on a thread "tfps-metrics" until `stop`. Port 0 picks a free one."""
 
     def __init__(self, server: ParameterServer, host: str, port: int) -> None:
         self._server = server
