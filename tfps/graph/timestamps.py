@@ -168,9 +168,8 @@ class Landmarks:
             return []
         if len(tensor.consumers()) > 1:
             return [tensor]
-        if not depth:
-            return []
-        found = [each for source in tensor.op.inputs for each in self._used_often(source, depth - 1)]
+        sources = tensor.op.inputs if depth else ()
+        found = [each for source in sources for each in self._used_often(source, depth - 1)]
         return found[:_MANY]
 
 
