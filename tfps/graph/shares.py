@@ -140,7 +140,7 @@ class Share:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether a row that counts for nothing may be in the place of none."""
+        """Whether it may have no rows: then one that counts for nothing is in their place."""
         return not self.fixed_rows
 
     @property
@@ -189,7 +189,7 @@ class Share:
         return even if total is None else self._if_known(total, _ratio(self.rows, total, even.dtype), even)
 
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """Returns (amount / all amounts) / (rows / all rows), exactly 1 if both are even; all replicas call it."""
+        """The factor that makes a mean count by `amount`, not rows: exactly 1 if both are even. All replicas call it."""
         amount = self.only_if_rows(tf.stop_gradient(tf.cast(amount, tf.float64)))
         total, rows = self._sum_rows(amount), self.total(exchange=True)
         if total is None or rows is None:
