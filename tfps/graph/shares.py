@@ -69,7 +69,9 @@ class LastBatch:
     def note(self, iterator: Batches, rows: tf.Tensor) -> None:
         """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [1 + replicas], if the first is known."""
         graph = ops.get_default_graph()
-        vars(graph).setdefault(self._name, weakref.WeakSet()).add(iterator)
+        if not hasattr(graph, self._name):
+            setattr(graph, self._name, weakref.WeakSet())
+        getattr(graph, self._name).add(iterator)
         rows = tf.ensure_shape(rows, [1 + self.replicas])
         with tf.device(HOST):
             # Not `where`: a graph that evaluates on another thread must not write back what it read.
@@ -189,7 +191,7 @@ class Share:
         return even if total is None else self._if_known(total, _ratio(self.rows, total, even.dtype), even)
 
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """The factor that makes a mean count by `amount`, not rows: exactly 1 if both are even. All replicas call it."""
+        """The factor by which a mean counts by `amount`, not rows: exactly 1 if both are even; all call it."""
         amount = self.only_if_rows(tf.stop_gradient(tf.cast(amount, tf.float64)))
         total, rows = self._sum_rows(amount), self.total(exchange=True)
         if total is None or rows is None:
