@@ -1,8 +1,6 @@
 """Sparse gradients of lookups that all replicas make alike, as those of positions: summed, not gathered.
 
 In one process each is one slice, and Adam squares slice by slice. Until then their indices travel as -1 - index.
-
-Tested in tests/graph/test_common_rows.py.
 """
 
 from __future__ import annotations
@@ -13,11 +11,8 @@ from tfps.graph.shares import Share, say_once
 
 
 def mark(gradient: tf.IndexedSlices, share: Share | None) -> tf.IndexedSlices | None:
-    """Returns `gradient` with the slices marked that do not come from the rows of `share`; None if there are none.
-
-    Without a share, as where a loop without `strategy.run` applies gradients, all may be common.
-    """
-    if share is None:
+    """Returns `gradient` with the slices marked that do not come from the rows of `share`; None if there are none."""
+    if share is None:  # a loop without `strategy.run` applies gradients: all may be common
         return tf.IndexedSlices(gradient.values, -1 - gradient.indices, gradient.dense_shape)
     parts = _parts(gradient.indices)
     marked = [part if share.depends_on_rows(part) else _marked(part, share.fixed_rows) for part in parts]

@@ -95,24 +95,18 @@ def tensor_of(array: Array) -> tf.Tensor:
 
 
 class Gate:
-    """Makes readers of one variable, or of several that are updated together, wait (on one device).
-
-    A queue that holds one token while the values are current: "" or, after a failure, an error that all readers raise.
-    """
+    """Makes readers of one variable, or of several that are updated together, wait (on one device)."""
 
     def __init__(self, name: str) -> None:
         self.names: tuple[str, ...] = (name,)  # of the variables
         with tf.init_scope(), tf.device(HOST):
-            # Room for more than one token: an error may be added although a token thought lost comes back.
+            # Holds one token while the values are current: "" or, after a failure, an error that all readers raise.
+            # There is room for more: an error may be added although a token thought lost comes back.
             self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
             self.open()
         self.handle = self._queue.queue_ref  # for graph ops
         # Graphs that pass it outside of replica functions: a program may save them.
         self.passed_outside: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
     @property
     def closed(self) -> bool:
@@ -122,7 +116,6 @@ class Gate:
 
     @functools.cached_property
     def saved(self) -> SavedGate:
-        """What stands for it in a SavedModel."""
         return SavedGate(self.handle)
 
     def open(self, error: str = "") -> None:
@@ -139,10 +132,7 @@ class Gate:
 
 
 class SavedGate(tf.saved_model.experimental.TrackableResource):
-    """A gate in a SavedModel: a queue of its own, always open; whoever loads the file needs no tfps.
-
-    Concrete functions pass gates, and are saved as they are; other functions are traced anew, without gates.
-    """
+    """A gate in a SavedModel, whose concrete functions pass it: a queue that is always open: loading needs no tfps."""
 
     def __init__(self, handle: tf.Tensor) -> None:
         super().__init__()
@@ -190,19 +180,15 @@ def _pass_function(variables: int) -> tf_private.ConcreteFunction:
 
 
 def pass_gate(gate: Gate, variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Operation:
-    """Makes every later use of the resources `variables` in the current graph wait until `gate` is open.
+    """Makes later uses of `variables` (resources) in the current graph wait for `gate`; returns the op that passes it.
 
-    Returns the op that passes it, whose other inputs are the variables. `after`: the step's input; a step that
-    ends before it has its input (as at the end of the data) must not be stopped while it holds a token.
+    `after`: the step's input; a step that ends before it has that, at the end of the data, must not hold a token.
     """
     return _call(_pass_function(len(variables)), [gate.handle, *variables], after).op
 
 
 def write_after(variable: Variable, after: Sequence[tf.Tensor]) -> None:
-    """Makes every later write of `variable` (a component) in the current graph wait for the tensors `after`.
-
-    A step whose input ends must not count, even if what it writes does not depend on the input (`iterations`, a seed).
-    """
+    """Makes later writes of `variable` (a component) wait for `after`: a step whose input ends must not count."""
     with tf.device(None), tf.control_dependencies(after):
         # Automatic control dependencies order writes, not other reads, after a read, and prune it if no write follows.
         # VarIsInitializedOp would count as a write: sends that keep the learning rate would queue up.
@@ -220,10 +206,7 @@ def _close_function(gates: int, variables: int) -> tf_private.ConcreteFunction:
 
 
 def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Closes `gates` after all earlier uses of the resources `variables` in the current graph, before all later ones.
-
-    `after`: the gradients. What follows them can hardly fail, so a failing step does not leave gates closed.
-    """
+    """Closes `gates` between earlier and later uses of `variables`; after the gradients: what follows hardly fails."""
     handles = [gate.handle for gate in gates]
     return _call(_close_function(len(gates), len(variables)), [*handles, *variables], after)
 
@@ -240,7 +223,6 @@ def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def open_gate(gate: Gate) -> tf.Operation:
-    """Builds the graph op that opens `gate`."""
     with tf.device(HOST):
         return tf.raw_ops.QueueEnqueueV2(handle=gate.handle, components=[tf.constant("")])
 
@@ -313,11 +295,8 @@ def tfps_pull(
 
 
 def pull(queue: tf.Tensor, transfer: int, data: tf.Tensor, indices: tf.Tensor) -> list[tf.Tensor]:
-    """Sends `data` and waits for the reduced bytes: [data, indices], both flat uint8.
-
-    A *stateless* call around stateful ops: it is pruned when nothing uses its result (see `needed`).
-    """
-    with tf.device(HOST):
+    """Sends `data` and waits for the reduced bytes: [data, indices], both flat uint8."""
+    with tf.device(HOST):  # stateless: it is pruned when nothing uses its result (see `needed`)
         pulled = call_stateless(tfps_pull(), [queue, tf.constant(transfer, tf.int64), data, indices])
         tf_private.set_read_only_inputs(pulled[0], [0])
         for tensor in pulled:

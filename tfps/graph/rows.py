@@ -1,8 +1,6 @@
 """The rows of a replica's batch: how many there are, and one that counts for nothing where there are none.
 
 Models fail on batches of no rows: such a replica gets the first row of its last batch that had any, or zeros.
-
-Tested in tests/graph/test_rows.py and tests/graph/test_shares.py.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ UNKNOWN = -1  # in place of a number of rows
 
 
 def rows_of(structure: Structure) -> Value:
-    """Returns the first dimension, an int64 scalar, of the first value in `structure` that has one; else None.
-
-    A constant where the graph knows it; UNKNOWN for a scalar whose rank the graph does not know.
-    """
+    """The first dimension (int64) of the first value that may have one, UNKNOWN if it turns out a scalar; else None."""
     for value in tf.nest.flatten(structure):
         value = tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
         if not isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:

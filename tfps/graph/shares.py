@@ -1,8 +1,6 @@
 """Counts the rows of a step's batch that each replica has, and weights its part of a mean over the whole batch.
 
 A replica with k of n rows counts k / n. docs/design.md, "Who weights what", says what is weighted where.
-
-Tested in tests/graph/test_shares.py.
 """
 
 from __future__ import annotations
@@ -51,12 +49,10 @@ def _warn_of_empty_first(structure: Structure) -> None:
 
 
 class LastBatch:
-    """Rows of the last batch that one strategy's graphs took, and of the last ones given to its local `replicas`.
-
-    In variables, as Keras nests functions: a tensor that one captures of another's graph is lost when a third calls it.
-    """
+    """Rows of the last batch that one strategy's graphs took, and of the last ones given to its local `replicas`."""
 
     def __init__(self, replicas: int) -> None:
+        # In variables, as Keras nests functions: a tensor captured from another's graph is lost when a third calls it.
         self.replicas, self.fillers = replicas, Fillers()
         self.fixed: set[str] = set()  # names of what steps of Keras return and that is not for each row
         self._name = f"_tfps_taken_{id(self)}"
@@ -146,12 +142,11 @@ class Share:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether this replica may have no rows: a row that counts for nothing is in their place."""
+        """Whether it may have no rows: then one that counts for nothing is in their place."""
         return not self.fixed_rows
 
     @property
     def has_rows(self) -> tf.Tensor:
-        """Whether this replica has rows, a bool scalar."""
         with self._in_graph():
             return tf.not_equal(self.rows, 0)
 
@@ -173,11 +168,8 @@ class Share:
         return any(is_backward(op) for op in self.graph.get_operations())
 
     def total(self, *, exchange: bool) -> tf.Tensor | None:
-        """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell.
-
-        Where a step of Keras trains, all replicas take part: there no exchange is forbidden.
-        """
-        exchange = exchange or self.step == "training"
+        """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell."""
+        exchange = exchange or self.step == "training"  # all replicas take part in this
         if self._total is None and self.trains:
             self._total = self._noted
         if self._total is None and exchange:
@@ -192,20 +184,14 @@ class Share:
         return one if total is None else self._if_known(total, _ratio(self.rows * self.replicas, total, dtype), one)
 
     def weight(self, even: tf.Tensor, *, exchange: bool | None = None) -> tf.Tensor:
-        """Returns the weight of this replica's mean in that of the batch; `even` if nobody knows the rows of all.
-
-        If the result is being differentiated, or with `exchange`, all replicas must call this together.
-        """
+        """The weight of this replica's mean; `even` if unknown. Differentiated or with `exchange` all must call it."""
         if self._weight is not None:
             return tf.cast(self._weight, even.dtype)
         total = self.total(exchange=is_differentiated() if exchange is None else exchange)
         return even if total is None else self._if_known(total, _ratio(self.rows, total, even.dtype), even)
 
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        """Returns (amount / all amounts) / (rows / all rows): by this factor a mean counts by `amount` instead of rows.
-
-        Exactly 1 if all replicas have as much, and as many rows. All replicas must call this together.
-        """
+        """The factor by which a mean counts by `amount`, not rows: exactly 1 if both are even; all call it."""
         amount = self.only_if_rows(tf.stop_gradient(tf.cast(amount, tf.float64)))
         total, rows = self._sum_rows(amount), self.total(exchange=True)
         if total is None or rows is None:
@@ -270,8 +256,7 @@ class Share:
 class NestedShare(Share):
     """What a nested function, which reads a variable, knows: its rows, and in steps of Keras how many all have.
 
-    It is traced once, for training and evaluation alike. A program's own means, and those over other things
-    than rows, are not weighted in it. `around` is the replica function's.
+    Traced once, for training and evaluation alike, it does not weight a program's own means. `around`: its caller's.
     """
 
     def __init__(
@@ -400,7 +385,6 @@ class Counted:
         return self.weighted(value)
 
     def weighted(self, value: Value) -> Value:
-        """Returns `value` multiplied by its weight."""
         if self.weight is None:
             return value
         return with_values(value, lambda each: each * tf.cast(self.weight, each.dtype))
@@ -429,7 +413,6 @@ def counted() -> Counted:
 
 
 def is_reducing_gradients() -> bool:
-    """Whether this thread reduces gradients for an optimizer."""
     return _current.gradients is not None
 
 

@@ -1,9 +1,6 @@
 """Timestamps inside a graph: when a step has its input, when a read wants its variable and when it may have it.
 
-Each is TensorFlow's Timestamp op behind control edges; it costs a microsecond and is always there. It must not change
-what it observes; docs/design.md ("Times inside the graph") says how, and how their places are found (`Landmarks`).
-
-Tested in tests/graph/test_timestamps.py and tests/graph/test_landmarks.py.
+docs/design.md ("Times inside the graph") says how their places are found, and why they do not change what they observe.
 """
 
 from __future__ import annotations
@@ -28,16 +25,12 @@ _PARAMETERS = ("Const", "ReadVariableOp", "Placeholder")
 
 @dataclass(eq=False)
 class PassedGates:
-    """The gates that one graph has passed."""
-
     # By unique id of the variable and replica: the op that first passes the gate, and the variable's handle there.
     by_variable: dict[tuple[str, int], tuple[tf.Operation, tf.Tensor]] = field(default_factory=dict)
     noted: int = 0  # number of ops that belong to steps already sent
 
 
 class NotedTimes(NamedTuple):
-    """The timestamps of one send."""
-
     # Float64 scalars, wall-clock seconds, 0 if unknown: input ready, forward pass ended, read wanted, gate open. Empty
     # if nothing is known.
     times: tuple[Value, ...] = ()
@@ -115,10 +108,7 @@ def now_after(after: Sequence[tf.Operation | tf.Tensor]) -> tf.Tensor:
 
 
 class Landmarks:
-    """Finds the places in `graph` as it is now; all tensors that it finds have several uses.
-
-    `inputs` is the step's batch; ops before the number `since` belong to steps already sent.
-    """
+    """Finds places in `graph` as it is now. `inputs`: the step's batch; ops before `since` were of earlier sends."""
 
     def __init__(self, graph: tf.Graph, inputs: Sequence[tf.Tensor], since: int = 0) -> None:
         self._operations = graph.get_operations()
@@ -178,9 +168,8 @@ class Landmarks:
             return []
         if len(tensor.consumers()) > 1:
             return [tensor]
-        if not depth:
-            return []
-        found = [each for source in tensor.op.inputs for each in self._used_often(source, depth - 1)]
+        sources = tensor.op.inputs if depth else ()
+        found = [each for source in sources for each in self._used_often(source, depth - 1)]
         return found[:_MANY]
 
 

@@ -1,8 +1,6 @@
 """Slices of mode "async": each push is applied as it comes, and its rank alone gets the newest parameters.
 
-A rank's first push, and each after its program has assigned values, waits until all ranks have pushed such a one: then
-what rank 0 has put counts, and those pushes are applied in rank order. So no gradient meets parameters that are not
-there.
+A rank's first push, and each after its program has assigned values, waits until all ranks have pushed such a one.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ class Phase(NamedTuple):
 
 
 class StalenessBound:
-    """How many steps a rank may be ahead of the slowest active one; None: any number. Any thread.
-
-    A quiesced rank holds nobody up. Once all are quiesced they are at one place, and a new phase begins.
-    """
+    """How many steps a rank may be ahead of the slowest active one. Once all are quiesced a new phase begins."""
 
     def __init__(self, view: View, staleness: int | None) -> None:
         self.view, self.staleness = view, staleness
@@ -115,11 +110,10 @@ class _Pushed(NamedTuple):
 
 
 class AsyncSlice(OwnedSlice):
-    """Applies each rank's gradient to `parameters` as it comes. What Put brings counts once all have assigned values.
+    """Applies each rank's gradient to `parameters` as it comes. Answers are never encoded, as ranks get different ones.
 
-    Answers are never encoded, as every rank gets other parameters than the rank before. `delay_compensation` is lambda
-    of DC-ASGD (https://arxiv.org/abs/1609.08326): a gradient g of parameters that have become w meanwhile, and were v
-    when the rank got them, counts as g + lambda g g (w - v).
+    `delay_compensation` is lambda of DC-ASGD (https://arxiv.org/abs/1609.08326): a gradient g of parameters that have
+    become w meanwhile, and were v when the rank got them, counts as g + lambda g g (w - v).
     """
 
     parameters: ParameterShard

@@ -31,68 +31,65 @@ _JOINING_S = 60.0  # that a worker may take from its joining to its streams
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code. Prints `tfps_pserver ready at HOST:PORT workers=N` to stdout."""
     parser = argparse.ArgumentParser(prog="tfps_pserver", description="Parameter server: sums what workers push.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--version", action="version", version=f"%(prog)s {__version__}")
+    add(
         "--host",
         help="address to listen on (default: all interfaces with a job token, TLS or --insecure, else this host only)",
     )
-    parser.add_argument("--port", type=int, default=7070, help="port to listen on; 0 picks a free one (default: 7070)")
-    parser.add_argument("--workers", type=int, help="number of workers in a job")
-    parser.add_argument("--job", default="", help="serve only jobs of this name (default: any, one at a time)")
-    parser.add_argument(
-        "--data-port",
-        type=int,
-        default=0,
-        help="port for slices from other hosts, announced to workers when they join; 0 picks a free one (default: 0)",
-    )
-    parser.add_argument(
-        "--metrics-port",
-        type=int,
-        help="serve Prometheus metrics and /healthz over HTTP on this port, 0 picks a free one (default: do not)",
-    )
-    parser.add_argument(
+    ports = {
+        "port": (7070, "port to listen on"),
+        "data-port": (0, "port for slices from other hosts, announced to workers when they join"),
+        "metrics-port": (None, "serve Prometheus metrics and /healthz over HTTP on this port"),
+    }
+    for name, (port, text) in ports.items():
+        usual = "do not" if port is None else port
+        add(f"--{name}", type=int, default=port, help=f"{text}, 0 picks a free one (default: {usual})")
+    add("--workers", type=int, help="number of workers in a job")
+    add("--job", default="", help="serve only jobs of this name (default: any, one at a time)")
+    add(
         "--metrics-host",
         default=LOOPBACK,
         help="address for --metrics-port, where whoever reaches it may read them; one beyond this host needs a job "
         "token, TLS or --insecure (default: %(default)s)",
     )
-    ca_help = (
-        "certificates (PEM) that must have signed those of workers; with --status: the pserver's (default: TFPS_TLS_CA)"
-    )
     for name, text in (
-        ("--token-file", "file with the job token, without which nobody may call or join (default: TFPS_TOKEN_FILE)"),
-        ("--tls-cert", "certificate of this pserver (PEM): turns TLS on (default: TFPS_TLS_CERT)"),
-        ("--tls-key", "its key (PEM, default: TFPS_TLS_KEY)"),
-        ("--tls-ca", ca_help),
+        ("token-file", "file with the job token, without which nobody may call or join"),
+        ("tls-cert", "certificate of this pserver (PEM): turns TLS on"),
+        ("tls-key", "its key, PEM"),
+        ("tls-ca", "certificates (PEM) that must have signed those of workers; with --status: the pserver's"),
     ):
-        parser.add_argument(name, metavar="FILE", help=text)
-    parser.add_argument("--insecure", action="store_true", help="serve other hosts without a job token and without TLS")
-    parser.add_argument(
+        variable = f"TFPS_{name.replace('-', '_').upper()}"
+        add(f"--{name}", metavar="FILE", help=f"{text} (default: {variable})")
+    add("--insecure", action="store_true", help="serve other hosts without a job token and without TLS")
+    add(
         "--max-memory",
         type=float,
         metavar="GIB",
         help="what jobs may declare on this pserver (default: the memory of the machine or container)",
     )
-    parser.add_argument(
+    add(
         "--while-needed",
         action="store_true",
         help="end when standard input has ended and no worker is left: for a program that starts a pserver",
     )
-    parser.add_argument("--quiet", action="store_true", help="log warnings only, not which jobs begin, end and fail")
-    parser.add_argument("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
-    parser.add_argument("--json", action="store_true", help="with --status: print the status once, as JSON")
+    add("--quiet", action="store_true", help="log warnings only, not which jobs begin, end and fail")
+    add("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
+    add("--json", action="store_true", help="with --status: print the status once, as JSON")
     options = parser.parse_args(arguments)
     if options.json and options.status is None:
         parser.error("--json belongs to --status")
     if options.workers is None and options.status is None:
         parser.error("the following arguments are required: --workers")
-    for name in ("port", "data_port", "metrics_port"):
-        if (port := getattr(options, name)) is not None and not 0 <= port < 65536:
-            parser.error(f"--{name.replace('_', '-')} must be from 0 to 65535, got {port}")
+    for name in ports:
+        if (port := getattr(options, name.replace("-", "_"))) is not None and not 0 <= port < 65536:
+            parser.error(f"--{name} must be from 0 to 65535, got {port}")
     if options.max_memory is not None and not 0 < options.max_memory < 2**30:
         parser.error(f"--max-memory must be a positive number of GiB, got {options.max_memory}")
     try:
-        return _status(options) if options.status is not None else _serve(options)
+        names = ("insecure", "token_file", "tls_cert", "tls_key", "tls_ca")
+        security = Security.from_environment(**{name: getattr(options, name) for name in names})
+        return (_serve if options.status is None else _status)(options, security)
     except TfpsError as error:
         print(f"tfps_pserver: {error}", file=sys.stderr)
         return 1
@@ -112,14 +109,13 @@ def _allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace, security: Security) -> int:
     tune_malloc(one_arena=True)
     _allow_many_files()
     level = logging.WARNING if options.quiet else logging.INFO
     logging.basicConfig(level=level, format="tfps_pserver: %(message)s", stream=sys.stderr)
     stop = Flag()
     _at_signals(stop.set)
-    security = _security(options)
     host = options.host or default_host(security)
     if options.metrics_port is not None:
         check_host(options.metrics_host, security, metrics=True)
@@ -164,11 +160,6 @@ def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:
             stop.set()
 
 
-def _security(options: argparse.Namespace) -> Security:
-    names = ("insecure", "token_file", "tls_cert", "tls_key", "tls_ca")
-    return Security.from_environment(**{name: getattr(options, name) for name in names})
-
-
 def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
     """Logs what somebody who starts a pserver may not expect."""
     if is_loopback(host):
@@ -184,18 +175,15 @@ def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
         logger.warning("%s: everybody who reaches %s may join, read and end its jobs", why, host)
 
 
-def _status(options: argparse.Namespace) -> int:
+def _status(options: argparse.Namespace, security: Security) -> int:
     from tfps.pserver.console import Watcher, show
 
-    watcher = Watcher(options.status, _security(options))
-    _at_signals(watcher.stop)
-    try:
+    with contextlib.closing(Watcher(options.status, security)) as watcher:
+        _at_signals(watcher.stop)
         if not options.json:
             show(watcher, _INTERVAL_S)
         elif (look := watcher.look(_INTERVAL_S)) is not None:
             print(json.dumps(look.as_json(), indent=1))
-    finally:
-        watcher.close()
     return 0
 
 

@@ -70,8 +70,6 @@ class Look(NamedTuple):
         ]
 
     def as_json(self) -> dict[str, Json]:
-        """Everything as plain values."""
-
         def values(of: Message, names: Iterable[str] = ()) -> dict[str, Json]:
             return {name: getattr(of, name) for name in names or (field.name for field in of.DESCRIPTOR.fields)}
 
@@ -136,7 +134,6 @@ _COLUMNS = "rank", "process", "state", "step", "steps/s", "behind", "in MB/s", "
 
 
 def table(look: Look) -> RenderableType:
-    """Renders a look for rich."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -23,10 +23,7 @@ _LINGER_S = 5.0  # for a worker to end its half of a connection after the pserve
 
 
 class DataPort:
-    """Listens from construction until `close`. ConfigError: the port, of which 0 picks a free one, is not available.
-
-    `open_session` raises the error of which the worker and `refused` are told. `measure`: see wire/measuring.py.
-    """
+    """Listens until `close`. Tells the worker and `refused` what `open_session` raises. See wire/measuring.py."""
 
     def __init__(
         self,
@@ -116,9 +113,8 @@ class DataPort:
             self._strangers.discard(connected)
         with self._lock:
             self._connections.add(connection)
-            closed = self._closed
-        if closed:
-            connection.shut_down()
+            if self._closed:
+                connection.shut_down()
         opened.queue.use_connection()
         received = threading.Event()  # all that comes
         sender = threading.Thread(

@@ -33,8 +33,7 @@ _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as where it is turn
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses calls without the job token before their messages are read, and tells `refused` of each.
 
-    Of two threads, "tfps-refusals", one takes the calls of strangers and the other answers them, one after the other
-    and slowly. A call that its client gives up meanwhile is forgotten: what waits is bounded by what is open.
+    One thread "tfps-refusals" takes calls of strangers, another answers them slowly; given-up calls are forgotten.
     """
 
     def __init__(self, token: JobToken, refused: Callable[[str, Exception], None]) -> None:
@@ -92,7 +91,6 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
                 end(None)
 
     def close(self) -> None:
-        """Ends the threads."""
         self._closed.set()
         self._strangers.shutdown(wait=False, cancel_futures=True)
 
@@ -145,7 +143,6 @@ class Newest:
         self.end(self._limit)
 
     def discard(self, connection: socket.socket) -> None:
-        """Forgets `connection`, if it is still there."""
         with self._lock:
             self._open.pop(connection, None)
 

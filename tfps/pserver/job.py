@@ -44,19 +44,13 @@ _MAX_NAME = 256
 
 @dataclass(slots=True)
 class Declaration:
-    """The ranks' declarations of one number."""
-
     lines: dict[int, list[str]] = field(default_factory=dict)
     specs: Sequence[BucketSpec] = ()
     agreed: bool = False
 
 
 class Job:
-    """All a pserver knows of one job. Called by the threads of all streams and control calls.
-
-    A failure ends the job for all its members: calls raise it from then on, and a new job needs a new object. Else they
-    raise ConnectError for who is no member, and ProtocolError for what does not fit.
-    """
+    """All a pserver knows of one job; any thread. A failure ends it for all members: calls raise it from then on."""
 
     def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
         self._recorder, self._errors, self._max_memory = recorder, errors, max_memory
@@ -88,8 +82,7 @@ class Job:
     @property
     def under_way(self) -> bool:
         """Whether it has begun and is not over."""
-        with self._changed:
-            return self._failure is None and bool(self._membership.members) and not self._membership.over
+        return bool(self._membership.members) and not self.over
 
     def wait_over(self, timeout_s: float) -> None:
         """Waits while some have left and others not: a script may train again while slower workers finish a job."""
@@ -108,9 +101,9 @@ class Job:
             if member.state is State.JOINED:
                 if memory is not None:
                     self._memory[member.rank] = memory
-                window, policy, recorder = config.first_window_bytes, config.policy, self._recorder
-                queue = SendQueue(window, policy, piggyback=False, recorder=recorder, rank=member.rank)
-                self._queues[member.rank] = queue
+                self._queues[member.rank] = SendQueue(
+                    config.first_window_bytes, config.policy, piggyback=False, recorder=self._recorder, rank=member.rank
+                )
             return member.rank, member.rank in self._memory
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
@@ -211,10 +204,7 @@ class Job:
     def declare(
         self, rank: int, number: int, details: Sequence[str], specs: Sequence[BucketSpec], timeout_s: float
     ) -> None:
-        """Blocks until all ranks have declared the same. Number 0 waits until all have joined.
-
-        A declaration that times out is withdrawn, and may be repeated; the WaitTimeoutError names the missing ranks.
-        """
+        """Blocks until all ranks have declared the same (number 0: have joined); if it times out it may be repeated."""
         members = self._membership
         lines = [*details, *map(str, specs)]  # without the lock: there may be thousands
         with self._changed:
@@ -340,7 +330,6 @@ class Job:
             self.fail(error)
 
     def bucket(self, number: int) -> OwnedBucket:
-        """A declared bucket."""
         with self._changed:
             self._raise_failure()
             return declared(self._shard.buckets, number)
@@ -407,8 +396,7 @@ class Job:
                 for queue in queues:
                     queue.put([Outgoing(header, payload.nbytes, encoding=payload)])
             elif target is not None:
-                for queue in queues:
-                    queue.put([Outgoing(header, target.place.nbytes, payload, target=target)])
+                queues[0].put([Outgoing(header, target.place.nbytes, payload, target=target)])
             elif payload is not None:
                 put_in_all(queues, [(header, payload)])
 
@@ -440,10 +428,7 @@ class Job:
 
 
 class Session:
-    """The member of a job that streams or a data connection serve; a `Receiver` of its frames.
-
-    A push stays where it was received until its sum is complete. `failed` returns what to tell of an unexpected error.
-    """
+    """A member's streams or data connection; a `Receiver`. `failed` returns what to tell of an unexpected error."""
 
     def __init__(self, job: Job, rank: int, queue: SendQueue, failed: Callable[..., TfpsError]) -> None:
         self._job, self.rank, self.queue, self._failed = job, rank, queue, failed
@@ -494,7 +479,6 @@ class Counters:
         self._drawn: dict[str, tuple[set[int], int]] = {}
 
     def fetch_add(self, name: str, rank: int) -> int:
-        """The next number of the counter `name` for `rank`."""
         if rank not in self._view.ranks or len(name) > _MAX_NAME:
             raise ProtocolError(
                 f"a number must be drawn by one of the {self._view.workers} ranks, from a counter whose name has at "

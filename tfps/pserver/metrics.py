@@ -1,7 +1,4 @@
-"""Prometheus metrics of a pserver: `/metrics` and `/healthz` over HTTP.
-
-Nothing is counted here: a scrape reads what the pserver keeps anyway. docs/metrics.md lists the names.
-"""
+"""Prometheus metrics of a pserver over HTTP: a scrape reads what it keeps anyway. docs/metrics.md lists the names."""
 
 from __future__ import annotations
 
@@ -84,11 +81,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class MetricsServer(Collector):
-    """Answers HTTP requests about `server` on a thread "tfps-metrics", from construction until `stop`.
-
-    `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops. ConfigError:
-    the port, of which 0 picks a free one, is not available.
-    """
+    """Answers `/metrics` and `/healthz` on a thread "tfps-metrics" until `stop`. Port 0 picks a free one."""
 
     def __init__(self, server: ParameterServer, host: str, port: int) -> None:
         self._server = server
@@ -132,7 +125,6 @@ class MetricsServer(Collector):
         yield refused
 
     def stop(self) -> None:
-        """Ends the thread and frees the port."""
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()

@@ -13,10 +13,7 @@ from tfps.wire.control import record_messages
 
 
 class Recording:
-    """The capture of a job as one of its pservers sees it; see Records in protos/tfps.proto. Any thread.
-
-    What is asked of a capture that is unknown or over raises ClosedError.
-    """
+    """The capture of a job as a pserver sees it; any thread. ClosedError: it is unknown or over."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -47,7 +44,6 @@ class Recording:
                 self._changed.notify_all()
 
     def upload(self, number: int, rank: int, part: pb.Records) -> None:
-        """Takes a part of a worker's records."""
         with self._changed:
             self._check(number)
             self._parts.append(part)
@@ -79,7 +75,6 @@ class Recording:
             return ended
 
     def fail(self, error: TfpsError) -> None:
-        """Ends the capture with the job's failure."""
         with self._changed:
             self._failure = error
             self._end()

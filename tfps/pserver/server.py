@@ -1,8 +1,4 @@
-"""A pserver: the gRPC side of `Job`, its streams and the calls of its members.
-
-Tested in tests/pserver/test_server.py, tests/pserver/test_slices.py (Put, Get) and tests/worker/test_async.py (Rest,
-Take).
-"""
+"""A pserver: the gRPC side of `Job`, its streams and the calls of its members."""
 
 from __future__ import annotations
 
@@ -51,16 +47,8 @@ _MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in t
 class ParameterServer:
     """Serves jobs of `workers` workers, one after another, from construction until `stop`.
 
-    Per worker, one thread sends replies and another receives and aggregates pushes and queues the replies.
-
-    Args:
-        port, data_port: 0 picks a free one; see `port`. Workers learn of `data_port` when they join. None with TLS.
-        job: serve only jobs of this name.
-        max_memory: bytes that jobs may declare; None: what the machine has.
-
-    Raises:
-        ConfigError: an argument is out of range, a port is not available, `host` is open to strangers (a loopback
-            address is not), or a file of `security` cannot be read or is malformed.
+    Port 0 picks a free one; with TLS there is no data port. `job`: the only name served. `max_memory`: bytes that jobs
+    may declare, by default the machine's. ConfigError: an argument, a port, or a file of `security` cannot be used.
     """
 
     def __init__(
@@ -117,14 +105,12 @@ class ParameterServer:
             raise ConfigError(f"cannot listen on {where}:{port}: {reason}") from error
         self.address = f"{reachable(host)}:{self.port}"
         self._data: DataPort | None = None
+        self._data_port = 0
         if credentials is None:
             refused = functools.partial(self._errors.add, "Push")
             self._data = DataPort(host, data_port, token, self._open_session, refused, self._measuring.connection)
+            self._data_port = self._data.port
         self._server.start()
-
-    @property
-    def _data_port(self) -> int:
-        return 0 if self._data is None else self._data.port
 
     def _new_job(self) -> Job:
         return Job(View.first(self.workers), self._job_name, self._recorder, self._errors, self._max_memory)
@@ -295,10 +281,9 @@ class ParameterServer:
             session.ended()
         try:
             yield from outgoing(session.queue)
-        except TfpsError as error:
-            yield frames.encode_error(error)
         except Exception as error:
-            yield frames.encode_error(session.fail(error, f"while it sent to rank {session.rank}"))
+            what = f"while it sent to rank {session.rank}"
+            yield frames.encode_error(error if isinstance(error, TfpsError) else session.fail(error, what))
 
     def _open_session(self, incarnation: str, rank: int) -> Session:
         """Opens the session of a data connection, which is both streams."""

@@ -36,10 +36,7 @@ class OwnedBucket:
 
 
 class Shard:
-    """What the pserver at place `index` of the workers' lists owns, in at most `max_memory` bytes.
-
-    The caller's lock guards all changes and the buckets' `next`.
-    """
+    """What the pserver at place `index` owns; its caller's lock guards all changes and the buckets' `next`."""
 
     def __init__(self, config: Config, view: View, index: int, recorder: Recorder, max_memory: int = 2**63) -> None:
         self.config, self.view, self.index, self._max_memory = config, view, index, max_memory
@@ -67,7 +64,6 @@ class Shard:
             )
 
     def add(self, specs: Sequence[BucketSpec]) -> None:
-        """Adds buckets that all ranks have declared."""
         slice_bytes = self.config.first_slice_bytes
         for spec in specs:
             bucket = OwnedBucket(spec)
@@ -96,7 +92,6 @@ class Shard:
         return ((bucket.spec.name, item) for bucket in self.buckets for item in bucket.slices.values())
 
     def async_slices(self) -> Iterator[tuple[str, AsyncSlice]]:
-        """Those of mode "async"."""
         return ((name, item) for name, item in self.slices() if isinstance(item, AsyncSlice))
 
     def _slices(self, bucket: OwnedBucket, cutting: Cutting) -> dict[int, OwnedSlice]:

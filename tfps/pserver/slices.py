@@ -1,8 +1,4 @@
-"""Slices on their owner. Each push is answered with `Answer`s, at once or when others have pushed.
-
-`SumSlice` and `GatherSlice` are rounds of all ranks. `AsyncSlice` (async_slice.py) takes each push by itself and bounds
-how far ranks drift apart.
-"""
+"""Slices on their owner, which answer pushes with `Answer`s: here rounds of all ranks, else see async_slice.py."""
 
 from __future__ import annotations
 
@@ -56,10 +52,7 @@ class Push(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A reply to `ranks`: its header, and the payload or what makes that when it is sent.
-
-    With `target`, for one rank only, the payload goes there instead of into a frame; None: it is there already.
-    """
+    """A reply to `ranks`, with `target` to one whose shared memory takes the payload; None: it is there already."""
 
     ranks: Collection[int]
     header: Header
@@ -75,10 +68,7 @@ class Late(NamedTuple):
 
 
 class OwnedSlice(abc.ABC):
-    """A slice, or a whole gather, on its owner; any thread. A push that does not fit it raises ProtocolError.
-
-    `nbytes` is 0 for a gather. Put and Get reach `parameters`, if any are kept.
-    """
+    """A slice (or a whole gather, of 0 `nbytes`) on its owner; any thread. Put and Get reach its `parameters`."""
 
     def __init__(self, recorder: Recorder, nbytes: int, parameters: ParameterShard | None = None) -> None:
         self._recorder, self.nbytes, self.parameters = recorder, nbytes, parameters
@@ -86,10 +76,7 @@ class OwnedSlice(abc.ABC):
 
     @abc.abstractmethod
     def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
-        """Takes a push; returns what is to be sent, and how many ns its rank is behind the first rank's push.
-
-        At a step of `upcoming` the bucket is cut anew, so that this slice ends.
-        """
+        """Takes a push; returns answers and by how many ns it is late. This slice ends before a step of `upcoming`."""
 
     @abc.abstractmethod
     def missing(self, asking: int | None = None) -> list[int]:

@@ -63,7 +63,7 @@ class GateWatch:
                 lost = [gate for gate, count in looks.items() if count >= _LOST_AFTER]
                 if not lost:
                     continue
-                failure = stopped_step(self._exchange.rank, lost[0].name)
+                failure = stopped_step(self._exchange.rank, lost[0].names[0])
                 self._exchange.fail(failure)
             self.give_up(failure)
             threading.Event().wait(_LOOK_S)
