@@ -23,9 +23,9 @@ from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.exchange.layout import bucket_limit
 from tfps.graph import common_rows
 from tfps.graph import ops as graph_ops
-from tfps.graph.ops import HOST, Gate
+from tfps.graph.ops import Gate
 from tfps.graph.shares import Counted
-from tfps.graph.tf_private import ConcreteFunction, ResourceVariable, distribute_lib, flat_call, ops
+from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
 from tfps.graph.timestamps import PassedGates
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
@@ -33,7 +33,7 @@ from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Function, Value, Variable
 from tfps.updates import invariants
 from tfps.updates.names import common_name, own_name
-from tfps.updates.variables import GatedVariable, deferring
+from tfps.updates.variables import Deferral, GatedVariable, deferring
 
 _groups_made = itertools.count(1)
 
@@ -163,16 +163,14 @@ def group_gates(
             group[0].share_gates_with(group[1:])
 
 
-class PlannedBucket:
+class PlannedBucket(Deferral):
     """Updates of one kind that travel and run together on a local replica; in forward order (`order`: of first use)."""
 
     remote = False  # whether pservers update its variables
     comparable = True  # whether its update may return a digest
 
     def __init__(self, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
-        self.variables, self.graph = [item.variable for item in updates], graph
-        # What the update reads of other values as of the send: its holder in the update, and the value then; by id.
-        self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Value]] = {}
+        super().__init__([item.variable for item in updates], graph)
         self.strategy = self.variables[0].distribute_strategy
         first, self.updates, self.replica = updates[0], updates, replica
         self.trained = [
@@ -249,18 +247,6 @@ class PlannedBucket:
             with tf.control_dependencies([*operations, *([result] if weigh else [])]):
                 graph_ops.open_gate(gate)
         return result
-
-    def keep(self, what: Value) -> tf.Tensor:
-        """Returns, inside the update, the value at the send of `what`, a variable or a tensor of the sending graph."""
-        if id(what) not in self.kept:
-            tensor = what
-            if isinstance(what, GatedVariable):
-                with deferring(None), self.graph.as_default(), tf.control_dependencies(None):
-                    tensor = tf.convert_to_tensor(what)
-            with ops.init_scope(), tf.device(HOST):
-                holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
-            self.kept[id(what)] = holder, tensor, what  # keeps `what` alive, so that its id stays unique
-        return self.kept[id(what)][0].read_value()
 
     def _own_handles(self, function: ConcreteFunction) -> list[tf.Tensor]:
         slots = [slot for variable in self.variables for slot in variable.with_slots()]

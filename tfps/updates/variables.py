@@ -13,17 +13,17 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import DTypeLike
 
 from tfps.errors import UnsupportedError
-from tfps.graph.ops import Gate, computed_from, is_argument, outside, pass_gate, write_after
+from tfps.graph.ops import HOST, Gate, computed_from, is_argument, outside, pass_gate, write_after
 from tfps.graph.patches import replaced
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import (
+    ResourceVariable,
     distribute_lib,
     in_xla,
     is_differentiated,
@@ -35,9 +35,6 @@ from tfps.graph.tf_private import (
 from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.runtime.remote import RemoteParameter
 from tfps.types import Array, Function, Structure, Value, Variable
-
-if TYPE_CHECKING:
-    from tfps.updates.pending import PlannedBucket
 
 # What changes a value so that parts of a sum no longer add up.
 _OTHER = {
@@ -107,15 +104,35 @@ def _kept_part(tensor: tf.Tensor, handles: set[int]) -> tf.Tensor | None:
 
 
 class _Tracing(threading.local):
-    bucket: PlannedBucket | None = None  # whose deferred update this thread traces
+    deferral: Deferral | None = None  # the deferred update that this thread traces
     updating = False  # whether it is in an update that every replica makes alike
 
     @property
     def alike(self) -> bool:  # whether all replicas write the same
-        return self.bucket is not None or self.updating
+        return self.deferral is not None or self.updating
 
 
 _tracing = _Tracing()
+
+
+class Deferral:
+    """Trace of an update of `variables`, deferred by `graph`, with what it keeps of other values as of the send."""
+
+    def __init__(self, variables: list[GatedVariable], graph: tf.Graph) -> None:
+        self.variables, self.graph = variables, graph
+        self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Value]] = {}
+
+    def keep(self, what: Value) -> tf.Tensor:
+        """Returns, inside the update, the value at the send of `what`, a variable or a tensor of the sending graph."""
+        if id(what) not in self.kept:
+            tensor = what
+            if isinstance(what, GatedVariable):
+                with deferring(None), self.graph.as_default(), tf.control_dependencies(None):
+                    tensor = tf.convert_to_tensor(what)
+            with ops.init_scope(), tf.device(HOST):
+                holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
+            self.kept[id(what)] = holder, tensor, what  # keeps `what` alive, so that its id stays unique
+        return self.kept[id(what)][0].read_value()
 
 
 def current_replica(strategy: tf.distribute.Strategy) -> int | None:
@@ -126,9 +143,9 @@ def current_replica(strategy: tf.distribute.Strategy) -> int | None:
     return context._replica_id if context.strategy is strategy else None  # outside all scopes TensorFlow has its own
 
 
-def deferring(bucket: PlannedBucket | None) -> contextlib.AbstractContextManager[None]:
-    """Marks that this thread traces the update of `bucket`; None: that it is back in the program."""
-    return replaced(_tracing, "bucket", bucket)
+def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
+    """Marks that this thread traces `deferral`; None: that it is back in the program."""
+    return replaced(_tracing, "deferral", deferral)
 
 
 def updating() -> contextlib.AbstractContextManager[None]:
@@ -218,7 +235,7 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     def _access(self, replica: int) -> None:
         """Waits for this replica's component (eagerly), or makes later ops of the graph wait for its gate."""
-        if _tracing.bucket is not None:
+        if _tracing.deferral is not None:
             return
         extended = self._distribute_strategy.extended
         if tf.executing_eagerly():
@@ -265,7 +282,7 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     def note_write(self) -> None:
         """Notes that the program is about to assign this variable."""
-        if _tracing.bucket is not None or in_symbolic_scope():
+        if _tracing.deferral is not None or in_symbolic_scope():
             return
         if not tf.executing_eagerly():
             if self.remote is not None:
@@ -393,10 +410,10 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     def _kept(self) -> tf.Tensor | None:
         """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""
-        bucket = _tracing.bucket
-        if bucket is None or any(self is own or self.owner is own for own in bucket.variables):
+        deferral = _tracing.deferral
+        if deferral is None or any(self is own or self.owner is own for own in deferral.variables):
             return None
-        return bucket.keep(self)
+        return deferral.keep(self)
 
     def _get_replica(self, replica_id: int) -> Variable:
         self._access(replica_id)
