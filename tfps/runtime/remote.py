@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -25,7 +25,7 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.runtime.transfers import DeferredUpdate, Group, Pushed
-from tfps.types import Array, Value, Variable
+from tfps.types import Array, Function, Value, Variable
 
 _NO_BYTES = np.empty(0, np.uint8)
 _WHICH = struct.Struct("<II")
@@ -121,7 +121,7 @@ class RemoteRule(abc.ABC):
     """How pservers update the variables of one optimizer. An `update` of a variable with it must be deferred."""
 
     number: int  # differs from those of all other rules of this process
-    bucket: Any  # the class of its buckets; of an optimizer a `RemoteBucket`
+    bucket: Function  # makes its buckets: `RemoteBucket`
 
     @abc.abstractmethod
     def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
