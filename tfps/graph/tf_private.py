@@ -147,7 +147,7 @@ try:
     # Variables: what is overridden, then what is used.
     _mirrored, _distributed = values.MirroredVariable, values.DistributedVariable
     needs(distribute_utils, "create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup")
-    needs(distribute_utils, "is_mirrored")
+    needs(distribute_utils, "is_mirrored", "select_replica")
     needs(_mirrored, "_get", "_get_cross_replica", "_get_replica", "_update_replica", "_update_cross_replica")
     needs(_mirrored, "handle", "value", "read_value", "values", "_dense_var_to_tensor", "_trackable_children")
     needs(_mirrored, "_export_to_saved_model_graph", "_gather_saveables_for_checkpoint")
