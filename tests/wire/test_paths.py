@@ -10,7 +10,6 @@ import pytest
 from jobs import Cluster
 
 from tfps.config import Config
-from tfps.pserver.server import ParameterServer
 from tfps.wire import paths
 from tfps.wire.connection import dial
 
@@ -28,11 +27,6 @@ def silent() -> Iterator[int]:
         yield int(listening.getsockname()[1])
 
 
-def tells(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    """Makes all pservers tell `port` as that of their data connections."""
-    monkeypatch.setattr(ParameterServer, "_data_port", property(lambda _: port))
-
-
 def test_after_one_data_port_that_never_answers_the_others_get_less_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: int
 ) -> None:
@@ -45,7 +39,9 @@ def test_after_one_data_port_that_never_answers_the_others_get_less_time(
     monkeypatch.setattr(paths, "dial", dialled)
     monkeypatch.setattr(paths, "_DIAL_S", 0.4)
     monkeypatch.setattr(paths, "_NEXT_DIAL_S", 0.1)
-    tells(monkeypatch, silent)
-    cluster.worker(cluster.pservers(3, 1), config=CLOSED)
+    servers = [cluster.pserver(1) for _ in range(3)]
+    for server in servers:
+        server._data_port = silent  # what it tells workers
+    cluster.worker([server.address for server in servers], config=CLOSED)
     assert given == [0.4, 0.1, 0.1]
     assert caplog.text.count("cannot be reached: timed out") == 3
