@@ -1,6 +1,7 @@
 """How an attribute of Keras or TensorFlow is replaced, and how a replacement knows the models of tfps.
 
-Each attribute is replaced once, by an entry of a tuple `PATCHES`; `tfps/strategy/patches.py` is the table of all.
+Each attribute is replaced once, by the decorator `replaces` of `tfps/keras_hooks/hooks.py` or, below it, by an entry
+of a tuple `PATCHES`; `tfps/strategy/patches.py` is the table of all.
 
 Tested in tests/strategy/test_patches.py.
 """

@@ -42,9 +42,8 @@ def _class_that_defines(cls: type, name: str) -> type[Model]:
 
 
 with _fitting():
-    from keras.src.backend.common import (
-        global_state as global_state,
-    )  # has the generator of keras.random without a seed
+    # It has the generator of keras.random without a seed.
+    from keras.src.backend.common import global_state as global_state
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
     from keras.src.backend.tensorflow import nn as nn_module  # has functions that XLA compiles (layers.py)
     from keras.src.backend.tensorflow import trainer as trainer_module  # combines the results of replicas' steps

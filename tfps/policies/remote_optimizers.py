@@ -49,9 +49,7 @@ class RemoteBucket(PlannedBucket):
         super().__init__(updates, graph, replica, order)
         self.rule = rule = cast(RemoteRule, updates[0].function)
         self.spec = dataclasses.replace(self.spec, update=rule.spec(self.variables))
-        self.held = [
-            each if each.global_copy is None else each.global_copy for each in self.variables
-        ]  # what pservers keep
+        self.held = [each.shared for each in self.variables]  # what pservers keep
         self.key = (*self.key, rule.number, self.spec.update)
         self._policy = self.strategy.extended.policy
         # Whether the reply is a change of the parameters, not the parameters.

@@ -265,20 +265,20 @@ class Runtime:
             if self._closing:
                 return
             self._closing = True
-        for callback in self.before_close:
-            callback()
-        if drain and not self.settle(PATIENCE_S):
-            logger.warning("tfps: leaves once the other workers have finished their last step")
-            self.settle(self.wait_s)
-        self.exchange.close(reason)
-        with tf_private.eagerly():
+        with tf_private.eagerly():  # the collector may call this while a program builds a graph
+            for callback in self.before_close:
+                callback()
+            if drain and not self.settle(PATIENCE_S):
+                logger.warning("tfps: leaves once the other workers have finished their last step")
+                self.settle(self.wait_s)
+            self.exchange.close(reason)
             self._tell_pump(_CLOSED)  # TensorFlow would log a warning for the dequeue that the close cancels
             self._messages.close(cancel_pending_enqueues=True)
-        self._closed.set()
-        self._pump_thread.join()  # all its pushes are answered now: no reply is still to come
-        self._replies.close()
-        self.gate_watch.stop()
-        self.gate_watch.give_up(ClosedError("the strategy was closed before the gradient had come back"))
+            self._closed.set()
+            self._pump_thread.join()  # all its pushes are answered now: no reply is still to come
+            self._replies.close()
+            self.gate_watch.stop()
+            self.gate_watch.give_up(ClosedError("the strategy was closed before the gradient had come back"))
 
     def settle(self, timeout_s: float) -> bool:
         """Waits until all that was sent is applied or the exchange fails; False on timeout. Nothing may be sent."""

@@ -339,9 +339,8 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     """Connects, or reuses an earlier strategy's connection: a pserver knows each rank once."""
     with _connecting:
         for found in [each for each in _open if cluster.pservers and each.cluster == cluster]:
-            found.users[user] = (
-                contextlib.ExitStack()
-            )  # first: collecting the last other user would close the connection
+            # First: collecting the last other user would close the connection.
+            found.users[user] = contextlib.ExitStack()
             if found.runtime.exchange.failure is None and found.config == config:
                 return found
             del found.users[user]

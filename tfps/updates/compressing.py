@@ -117,10 +117,10 @@ class Compressing:
         """What pservers have of `variables` where workers have another value, by place; for one rank alone."""
         found: dict[int, Ahead] = {}
         for place, variable in enumerate(variables):
-            sharded = variable.global_copy or variable  # pservers have the global copy if workers train alone
-            if sharded.remote is not None:
-                sharded.wait()
-                if (each := sharded.remote.read_ahead(self._runtime.exchange, sharded._values[0])) is not None:
+            shared = variable.shared
+            if shared.remote is not None:
+                shared.wait()
+                if (each := shared.remote.read_ahead(self._runtime.exchange, shared._values[0])) is not None:
                     found[place] = each
         return found
 
@@ -129,7 +129,7 @@ class Compressing:
     ) -> None:
         """Takes the `values` of `residuals` in place of those of now, and those of `ahead`; for every rank."""
         for place, variable in enumerate(variables):
-            if (remote := (variable.global_copy or variable).remote) is not None:
+            if (remote := variable.shared.remote) is not None:
                 remote.restored = ahead.get(place)  # counts if the variable has its value at the next push
             elif place in ahead:
                 logger.warning(

@@ -173,9 +173,8 @@ class PlannedBucket(Deferral):
         super().__init__([item.variable for item in updates], graph)
         self.strategy = self.variables[0].distribute_strategy
         first, self.updates, self.replica = updates[0], updates, replica
-        self.trained = [
-            item.variable if item.trained is None else item.trained for item in updates
-        ]  # whose gradients travel
+        # Whose gradients travel.
+        self.trained = [item.variable if item.trained is None else item.trained for item in updates]
         self.ids = [variable._unique_id for variable in self.variables]  # TensorFlow's
         kind: BucketKind = "gather" if first.sparse else "sum"
         nbytes = 0 if first.sparse else sum(item.nbytes for item in updates)

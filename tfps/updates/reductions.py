@@ -212,7 +212,9 @@ class LocalGather:
         with tf.device(self._devices[replica]):
             with self._lock:
                 groups = self._groups.setdefault(outer_graphs(ops.get_default_graph())[-1], {})
-                group = groups[key] if key in groups else groups.setdefault(key, next(_group_keys))
+                if key not in groups:
+                    groups[key] = next(_group_keys)
+                group = groups[key]
             rows = tf.shape(own.indices)[0]
             # TensorFlow's order is that of the devices' links: each says who it is.
             said = self._all(tf.stack([[replica, rows]]), replica, group, 0)

@@ -189,6 +189,11 @@ class GatedVariable(Converted, values.MirroredVariable):
     never_combined = False  # replicas step alike, or each worker has a value of its own
     global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer_optimizer.py
 
+    @property
+    def shared(self) -> GatedVariable:
+        """What all workers share, pservers and checkpoints have: the global copy, or else the variable itself."""
+        return self if self.global_copy is None else self.global_copy
+
     def make_gates(self) -> None:
         self.gates = tuple(Gate(str(self.name)) for _ in self._values)
         self._slots: list[weakref.ref[GatedVariable]] = []
@@ -462,8 +467,7 @@ class _Saveable(values._MirroredSaveable):
     """Saves the global copy, if there is one. Restores as TensorFlow does, and notes it."""
 
     def __init__(self, variable: GatedVariable, primary: Variable, default_name: str, name: str | None = None) -> None:
-        saved = variable if variable.global_copy is None else variable.global_copy
-        super().__init__(saved, saved._primary, name or default_name)
+        super().__init__(variable.shared, variable.shared._primary, name or default_name)
         self._mirrored_variable = variable
 
     def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: object) -> tf.Operation:
