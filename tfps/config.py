@@ -86,6 +86,8 @@ class Config:
         check_every: interval in steps at which workers compare values that must be equal: each weight once per
             interval; learning rate and step counter of each step, all together once per interval; everything when an
             epoch ends. 0: never.
+        min_workers: with how many workers training goes on when others are lost (docs/faults.md); None: the loss of a
+            worker ends the job.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.
@@ -117,6 +119,7 @@ class Config:
     transport: Transport = "auto"
     compression: str | Mapping[str, str] = "none"
     check_every: int = 100
+    min_workers: int | None = None
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
     token_file: str = ""
@@ -171,6 +174,11 @@ class Config:
             raise ConfigError(f"outer_learning_rate must be a positive number, got {self.outer_learning_rate!r}")
         if not _is_whole(depth) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
+        fewest = self.min_workers
+        if fewest is not None and (not _is_whole(fewest) or fewest < 1):
+            raise ConfigError(
+                f"min_workers must be a number of workers from 1, or None (all are needed), got {fewest!r}"
+            )
         if not _is_whole(every) or every < 0:
             raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
         for name in ("connect_timeout_s", "step_timeout_s"):
@@ -246,7 +254,7 @@ class Config:
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
                 size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
-                default = 0 if size or field.name == "staleness" else field.default
+                default = 0 if size or field.name in ("staleness", "min_workers") else field.default
                 values[field.name] = _parse(name, environment[name], default)
         return cls(**{**values, **explicit})
 

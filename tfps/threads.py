@@ -12,6 +12,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 _LOOK_S = 1.0  # how long a signal may go unnoticed that came to another thread
+BEAT_S = 1.0
 _END_S = 5.0  # for a sheltered call that was told to stop
 
 
@@ -60,6 +61,28 @@ def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.E
         done.wait(_END_S)  # so the program's next action finds it done or not begun; a second Ctrl-C ends this wait
         raise
     return future.result()
+
+
+class Heartbeat:
+    """A daemon thread that calls `beat` every second until that returns False or `stop` is called.
+
+    `beat` is told whether it is late, as after SIGSTOP or on a suspended host: then others only seem to be silent.
+    """
+
+    def __init__(self, name: str, beat: Callable[[bool], bool]) -> None:
+        self._beat, self._stopped = beat, threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        before_s = time.monotonic()
+        while not self._stopped.wait(BEAT_S):
+            now_s = time.monotonic()
+            if not self._beat(now_s - before_s > 2 * BEAT_S):
+                return
+            before_s = now_s
 
 
 class DaemonPool(Executor):

@@ -15,7 +15,7 @@ from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.membership.view import View
+from tfps.membership.view import RankSets, View
 from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import Answer, Push
@@ -35,7 +35,8 @@ class Ranks:
         parameters = ParameterShard("slice 0 of bucket 'w'", SGD, 0, 16)
         parameters.put(0, 0, np.ones(4, np.float32).data)
         format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16)
-        self.slice = AsyncSlice(Recorder(), format_, parameters, self.scalars, self.bound, 0.0)
+        sets = RankSets(range(workers), print)
+        self.slice = AsyncSlice(Recorder(), format_, sets, parameters, self.scalars, self.bound, 0.0)
         self.steps = [0] * workers
         for rank in range(workers):
             self.answered = self.push(rank, ASSIGNED)

@@ -55,8 +55,8 @@ def joined(workers: int) -> Job:
 def test_a_worker_that_dies_between_its_two_streams_fails_the_job_at_once() -> None:
     job = joined(2)
     for rank, stream in ((0, PUSH), (0, PULL), (1, PULL)):
-        job.open_stream(rank, stream)
-    job.stream_ended(1)
+        queue = job.open_stream(rank, stream)
+    job.stream_ended(1, queue)
     with pytest.raises(WorkerLostError, match=r"^rank 1 \(h:1\) died at step 0"):
         job.declare(0, 0, [], [], jobs.DEADLINE_S)
 
@@ -65,8 +65,8 @@ def test_the_end_of_one_stream_ends_the_other_once() -> None:
     job, ended = joined(1), list[str]()
     job.open_stream(0, PUSH, lambda: ended.append("push"))
     queue = job.open_stream(0, PULL)
-    job.stream_ended(0)
-    job.stream_ended(0)
+    job.stream_ended(0, queue)
+    job.stream_ended(0, queue)
     assert ended == ["push"]
     assert queue.take() is None
 
@@ -80,7 +80,7 @@ def test_a_stream_comes_once(stream: str) -> None:
 
 
 def test_counters_that_were_drawn_from_last_are_kept() -> None:
-    counters = Counters(View.first(2))
+    counters = Counters(lambda: View.first(2))
     assert [counters.fetch_add("outer", 1) for _ in range(2)] == [1, 2]
     for number in range(3 * 1023):
         counters.fetch_add(str(number), 0)
@@ -92,7 +92,7 @@ def test_counters_that_were_drawn_from_last_are_kept() -> None:
 
 
 def test_the_first_numbers_of_a_counter_go_to_the_ranks_of_the_view() -> None:
-    counters = Counters(View.first(3).next(left=[1]))
+    counters = Counters(lambda: View.first(3).next(left=[1]))
     assert [counters.fetch_add("a", rank) for rank in (2, 0, 0, 2)] == [1, 0, 2, 3]
     with pytest.raises(ProtocolError, match=r"one of the 2 ranks, .* got rank 1 "):
         counters.fetch_add("a", 1)

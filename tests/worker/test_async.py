@@ -267,10 +267,6 @@ def test_a_push_without_a_gradient_changes_nothing_and_one_without_numbers_only_
             "step scalars of slice 0 of bucket 'w' must come before a gradient of step 0",
         ),
         ([(Header(Kind.PUSH, step=1), bytes(16))], "step of slice 0 of bucket 'w' must be 0 for rank 0, got 1"),
-        (
-            [(Header(Kind.SCALARS, generation=2), bytes(24))],
-            "generation of a frame must be 1, as that of the job's view is now, got 2",
-        ),
         ([(Header(Kind.PUSH), bytes(12))], "payload of slice 0 of bucket 'w' must have 16 bytes"),
         ([(Header(Kind.PUSH, EMPTY), b"")], "the parameters of slice 0 of bucket 'w' must be put before"),
         ([(Header(Kind.SCALARS), bytes(24))] * 2, "must come once per step, for one after step 0 of rank 0"),

@@ -111,7 +111,7 @@ def test_the_other_placement_works_alike(cluster: Cluster) -> None:
     for pending in [push(w, b, np.ones(n, np.float32)) for w in workers for b, n in ((0, 2500), (2, 750))]:
         assert set(summed(pending.wait()).tolist()) == {2}
     for pending in [push(w, 1, b"abc") for w in workers]:
-        assert list(map(bytes, pending.wait().parts or [])) == [b"abc"] * 2
+        assert list(map(bytes, (pending.wait().parts or {}).values())) == [b"abc"] * 2
 
 
 def test_deterministic_sums_of_three_workers_repeat_bitwise(cluster: Cluster) -> None:

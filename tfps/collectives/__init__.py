@@ -11,15 +11,18 @@ Tested in tests/collectives/test_collectives.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from tfps.errors import WorkerLostError
 from tfps.exchange.interface import BucketKind, BucketSpec, OnReply, Payload
 from tfps.runtime.runtime import Runtime
 from tfps.types import Array
 
+_T = TypeVar("_T")
 Tick = Callable[[float], object]  # see Runtime.exchange_now
 
 
@@ -72,15 +75,16 @@ class _Collective:
 
 
 class AllGather(_Collective):
-    """Gives every rank the bytes of all."""
+    """Gives every rank the bytes of all that have not been lost."""
 
-    def __call__(self, own: Payload, tick: Tick | None = None) -> list[bytes]:
-        """Returns the bytes of all ranks, in their order; `tick`: see `Runtime.exchange_now`.
+    def __call__(self, own: Payload, tick: Tick | None = None) -> dict[int, bytes]:
+        """Returns the bytes of all ranks, by rank, ascending; `tick`: see `Runtime.exchange_now`.
 
         Raises:
             TfpsError: another rank did not call it in time, or the exchange failed.
         """
-        return [bytes(part) for part in self._runtime.exchange_now(self.declare(), own, tick).parts or []]
+        parts = self._runtime.exchange_now(self.declare(), own, tick).parts or {}
+        return {rank: bytes(part) for rank, part in parts.items()}
 
     def push(self, own: Payload, finish: OnReply) -> None:
         """Does not wait: the update executor will call `finish` with the reply, which has the parts of all ranks."""
@@ -105,25 +109,55 @@ class AllReduce(_Collective):
         Raises:
             TfpsError: another rank did not call it in time, or the exchange failed.
         """
+        return self.of_ranks(own, tick)[0]
+
+    def of_ranks(self, own: Array | None, tick: Tick | None = None) -> tuple[Array, Collection[int]]:
+        """Like a call; also returns whose arrays are in the sum. A rank that is being lost is in all of it or not."""
         payload = None if own is None else np.ascontiguousarray(own, self.dtype)
-        found = self._runtime.exchange_now(self.declare(), payload, tick).sum
-        return np.asarray(found).view(self.dtype).reshape(self._shape)
+        reply = self._runtime.exchange_now(self.declare(), payload, tick)
+        return np.asarray(reply.sum).view(self.dtype).reshape(self._shape), reply.ranks
 
 
-class Broadcast(AllGather):
-    """Gives every rank the bytes of rank 0, however many these are."""
+def from_source(runtime: Runtime, ask: Callable[[bool], tuple[_T, Collection[int]]]) -> _T:
+    """Asks for what the first rank that is there has; every rank must call it.
 
-    def __call__(self, own: Payload, tick: Tick | None = None) -> list[bytes]:
-        """Returns rank 0's bytes, in a list; what other ranks give is left out."""
-        return super().__call__(own if self._runtime.exchange.rank == 0 else b"", tick)[:1]
+    `ask` exchanges once: it gets whether this rank is the source, and returns what came and from which ranks. All ranks
+    see the same, so if the source has been lost they all ask again, with the next one.
+    """
+    workers = runtime.exchange.view.workers
+    for turn in range(workers):
+        source = (runtime.source + turn) % workers
+        found, ranks = ask(source == runtime.exchange.rank)
+        if source in ranks:
+            runtime.source = source
+            return found
+    raise WorkerLostError("every rank that was asked for its values has been lost")
 
 
-class FixedBroadcast(AllReduce):
-    """Gives every rank an array of bytes of rank 0, whose size all know."""
+class Broadcast:
+    """Gives every rank the bytes of `Runtime.source`, however many these are."""
+
+    def __init__(self, runtime: Runtime, name: str, **options: Hashable | Sequence[str]) -> None:
+        self._runtime, self._parts = runtime, AllGather(runtime, name, **options)  # type: ignore[arg-type]
+        self.declare = self._parts.declare
+
+    def __call__(self, own: Callable[[], Payload]) -> bytes:
+        """Returns the source's `own()`, which other ranks do not call."""
+
+        def ask(is_source: bool) -> tuple[bytes, Collection[int]]:
+            parts = self._parts(own() if is_source else b"")
+            return b"".join(parts.values()), parts.keys()
+
+        return from_source(self._runtime, ask)
+
+
+class FixedBroadcast:
+    """Gives every rank an array of bytes of `Runtime.source`, whose size all know."""
 
     def __init__(self, runtime: Runtime, name: str, nbytes: int, **options: Hashable | Sequence[str]) -> None:
-        super().__init__(runtime, name, [nbytes], np.uint8, **options)
+        self._runtime, self._sum = runtime, AllReduce(runtime, name, [nbytes], np.uint8, **options)
+        self.declare = self._sum.declare
 
-    def __call__(self, own: NDArray[np.uint8] | None, tick: Tick | None = None) -> Array:
-        """Returns rank 0's bytes; the others give None."""
-        return super().__call__(own if self._runtime.exchange.rank == 0 else None, tick)
+    def __call__(self, own: Callable[[], NDArray[np.uint8]], tick: Tick | None = None) -> Array:
+        """Returns the source's `own()`, which other ranks do not call."""
+        return from_source(self._runtime, lambda is_source: self._sum.of_ranks(own() if is_source else None, tick))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +18,21 @@ _INDICES_SIZE = struct.Struct("<Q")
 
 
 class Round:
-    """The ranks of `view` that have contributed to the current step; `label` is for messages."""
+    """The ranks that have contributed to the current step, and those of `view` that have not; `label`: for messages."""
 
     def __init__(self, label: str, view: View, step: int) -> None:
-        self.label, self.view, self.step = label, view, step
+        self.label, self.step = label, step
+        self.view = view
         self.arrived: set[int] = set()
+
+    @property
+    def view(self) -> View:
+        """Who is awaited. One that has contributed and is in it no more counts."""
+        return self._view
+
+    @view.setter
+    def view(self, view: View) -> None:
+        self._view, self._awaited = view, frozenset(view.ranks)
 
     def missing(self) -> list[int]:
         """The ranks that have not contributed yet."""
@@ -31,7 +41,7 @@ class Round:
     @property
     def complete(self) -> bool:
         """Whether all ranks have contributed."""
-        return len(self.arrived) == self.view.workers
+        return self.arrived >= self._awaited
 
     def _check(self, rank: int, step: int) -> None:
         if step != self.step:
@@ -142,18 +152,19 @@ class SumRound(Round):
 class GatherRound(Round):
     """Collects one payload of any size from every rank, each cut into pieces of `slice_bytes` (the last one shorter).
 
-    The result is the payloads' sizes, one little-endian u64 per rank, followed by the payloads in rank order.
+    The result is the payloads' sizes, one little-endian u64 per rank that has contributed, followed by the payloads in
+    rank order.
     """
 
     def __init__(self, label: str, view: View, slice_bytes: int) -> None:
         super().__init__(label, view, 0)
         self.slice_bytes = slice_bytes
-        self._pieces: dict[int, list[memoryview]] = {rank: [] for rank in view.ranks}
+        self._pieces: dict[int, list[memoryview]] = {}
 
     def add(self, rank: int, step: int, index: int, piece: memoryview, last: bool) -> None:
         """Takes the next piece of `rank`."""
         self._check(rank, step)
-        pieces = self._pieces[rank]
+        pieces = self._pieces.setdefault(rank, [])
         if index != len(pieces):
             raise ProtocolError(f"index of {self.label} must be {len(pieces)}, got {index}")
         if len(piece) > self.slice_bytes or (not last and len(piece) < self.slice_bytes):
@@ -165,24 +176,24 @@ class GatherRound(Round):
 
     def finish(self) -> memoryview:
         """The bytes of the completed step's result."""
-        parts = self._pieces.values()
-        sizes = struct.pack(f"<{self.view.workers}Q", *(sum(map(len, pieces)) for pieces in parts))
+        parts = [self._pieces[rank] for rank in sorted(self.arrived)]
+        sizes = struct.pack(f"<{len(parts)}Q", *(sum(map(len, pieces)) for pieces in parts))
         result = b"".join([sizes, *(piece for pieces in parts for piece in pieces)])
-        self._pieces = {rank: [] for rank in self.view.ranks}
+        self._pieces = {}
         self._advance()
         return memoryview(result)
 
 
-def split_gathered(result: memoryview, view: View) -> list[memoryview]:
-    """The payloads of all ranks in the result of a gather, as views."""
-    head = 8 * view.workers
+def split_gathered(result: memoryview, ranks: Sequence[int]) -> dict[int, Buffer]:
+    """The payloads of `ranks` in the result of a gather, as views."""
+    head = 8 * len(ranks)
     if len(result) < head:
-        raise ProtocolError(f"a gather of {view.workers} workers must have at least {head} bytes, got {len(result)}")
-    sizes = struct.unpack(f"<{view.workers}Q", result[:head])
+        raise ProtocolError(f"a gather of {len(ranks)} workers must have at least {head} bytes, got {len(result)}")
+    sizes = struct.unpack(f"<{len(ranks)}Q", result[:head])
     if sum(sizes) != len(result) - head:
         raise ProtocolError(f"the sizes in a gather must add up to {len(result) - head} bytes, got {sum(sizes)}")
     ends = list(itertools.accumulate(sizes, initial=head))
-    return [result[start:end] for start, end in itertools.pairwise(ends)]
+    return {rank: result[start:end] for rank, (start, end) in zip(ranks, itertools.pairwise(ends), strict=True)}
 
 
 def pack_sparse(indices: Buffer, data: Buffer) -> bytes:
@@ -191,7 +202,7 @@ def pack_sparse(indices: Buffer, data: Buffer) -> bytes:
     return b"".join((_INDICES_SIZE.pack(indices.nbytes), indices, memoryview(data)))
 
 
-def unpack_sparse(parts: Sequence[Buffer]) -> tuple[Array, Array]:
+def unpack_sparse(parts: Iterable[Buffer]) -> tuple[Array, Array]:
     """Indices and data of all ranks in rank order, each flat uint8."""
     indices, data = [np.empty(0, np.uint8)], [np.empty(0, np.uint8)]
     for view in (np.frombuffer(part, np.uint8) for part in parts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
@@ -96,12 +96,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What comes back for one push; exactly one of the fields is set."""
+    """What comes back for one push; exactly one of the first three fields is set."""
 
     # uint8 array of the bucket's size, writable, 64-byte aligned, owned by the receiver; embedded: the pushed object.
     sum: Buffer = None
-    parts: list[Buffer] | None = None  # one bytes-like per rank, in rank order
+    parts: dict[int, Buffer] | None = None  # by rank, ascending, of those that have contributed
     error: TfpsError | None = None  # why there is no result
+    # Whose pushes are in it. Of a rank that was lost meanwhile they may be in some slices of a sum only, unless that is
+    # occasional and has no update.
+    ranks: Collection[int] = ()
 
 
 OnReply = Callable[[Reply], None]

@@ -51,14 +51,16 @@ def _warn_of_empty_first(structure: Structure) -> None:
 class LastBatch:
     """Rows of the last batch that one strategy's graphs took, and of the last ones given to its local `replicas`."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, *, changes: bool = False) -> None:  # `changes`: the number of workers may
+        self.changes = changes
         # In variables, as Keras nests functions: a tensor captured from another's graph is lost when a third calls it.
         self.replicas, self.fillers = replicas, Fillers()
         self.fixed: set[str] = set()  # names of what steps of Keras return and that is not for each row
         self._name = f"_tfps_taken_{id(self)}"
         with tf.init_scope(), tf.device(HOST):
-            # Of the whole job, then of each local replica.
-            self._rows = ResourceVariable([UNKNOWN] * (1 + replicas), dtype=tf.int64, trainable=False, name="tfps_rows")
+            # Of the whole job, then of each local replica; last, if it `changes`, the number of replicas of the job.
+            self.size = 1 + replicas + changes
+            self._rows = ResourceVariable([UNKNOWN] * self.size, dtype=tf.int64, trainable=False, name="tfps_rows")
             # Of each local replica: given to the function that runs now, and to the last one; then of the whole job in
             # the step of Keras that trains now.
             self._given = [
@@ -67,15 +69,23 @@ class LastBatch:
             ]
 
     def note(self, iterator: Batches, rows: tf.Tensor) -> None:
-        """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [1 + replicas], if the first is known."""
+        """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [size], if the first is known."""
         graph = ops.get_default_graph()
         if not hasattr(graph, self._name):
             setattr(graph, self._name, weakref.WeakSet())
         getattr(graph, self._name).add(iterator)
-        rows = tf.ensure_shape(rows, [1 + self.replicas])
+        rows = tf.ensure_shape(rows, [self.size])
         with tf.device(HOST):
             # Not `where`: a graph that evaluates on another thread must not write back what it read.
             tf.cond(rows[0] >= 0, lambda: self._rows.assign(rows, read_value=False), tf.no_op)
+
+    def replicas_of_job(self, otherwise: int) -> tf.Tensor | int:
+        """How many replicas took the batch that was noted last; `otherwise` if that does not change or is unknown."""
+        if not self.changes:
+            return otherwise
+        with tf.device(HOST):
+            known = self._rows.read_value()[-1]
+        return tf.where(known > 0, known, tf.constant(otherwise, tf.int64))
 
     def of_graph(self) -> tf.Tensor | None:
         """Returns the rows noted last; None if the current and outer graphs take batches of no or several iterators."""
@@ -117,7 +127,7 @@ class Share:
     def __init__(
         self,
         rows: tf.Tensor,  # of this replica, int64 scalar
-        replicas: int,  # in the whole job
+        replicas: tf.Tensor | int,  # in the whole job
         last: tuple[tf.Tensor, tf.Tensor] | None,  # as last noted, if the graph takes batches: of the job, and of this
         sum_rows: Callable[[tf.Tensor], tf.Tensor | None],  # over all replicas, by an exchange; None if it cannot
         step: KerasStep | None = None,  # None if the replica function is a program's own
@@ -196,16 +206,16 @@ class Share:
         total, rows = self._sum_rows(amount), self.total(exchange=True)
         if total is None or rows is None:
             return tf.ones([], dtype)
-        alike = tf.constant(1 / self.replicas, tf.float64)
+        alike = tf.constant(1, tf.float64) / self._in_job
         counted = self._if_known(rows, _ratio(self.rows, rows, tf.float64), alike)
-        even = tf.equal(amount * self.replicas, total) & tf.equal(counted, alike)
+        even = tf.equal(amount * self._in_job, total) & tf.equal(counted, alike)
         factor = tf.math.divide_no_nan(tf.math.divide_no_nan(amount, total), counted)
         return tf.cast(tf.where(even, tf.ones([], tf.float64), factor), dtype)
 
     def of_whole_sum(self, dtype: tf.DType) -> tf.Tensor:
         """Returns the factor that makes a sum over this replica's rows count whole where means are weighted by rows."""
         total = self.total(exchange=self.trains)
-        even = tf.constant(self.replicas, tf.float64)
+        even = self._in_job
         if total is None:
             return tf.cast(even, dtype)
         # Not a division: by a constant TensorFlow multiplies by its reciprocal, which is not exact.
@@ -236,9 +246,13 @@ class Share:
         amount = tf.stop_gradient(tf.cast(amount, tf.float64))
         if (total := self._sum_rows(amount)) is None:
             return contextlib.nullcontext()
-        evenly = tf.equal(amount * self.replicas, total)
+        evenly = tf.equal(amount * self._in_job, total)
         weight = tf.where(evenly, tf.cast(even, tf.float64), tf.math.divide_no_nan(amount, total))
         return replaced(self, "_weight", weight)
+
+    @property
+    def _in_job(self) -> tf.Tensor:
+        return tf.cast(self.replicas, tf.float64)
 
     def _if_known(self, total: tf.Tensor, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
         return tf.where((total > 0) & (self.rows >= 0), value, otherwise)
@@ -309,7 +323,7 @@ def with_share(
             last = None if noted is None else (noted[0], noted[1 + replica])
             if eager or tf.get_static_value(rows) in (None, 0):
                 given = last_batch.fillers.fill(replica, rows, given)
-            share = Share(rows, replicas, last, sum_rows, step, given)
+            share = Share(rows, last_batch.replicas_of_job(replicas), last, sum_rows, step, given)
             known = share.total(exchange=False) if step == "training" else None
         nested = functools.partial(NestedShare, last_batch, replica, replicas, step, share)
         graph = None if eager else control_flow_free(ops.get_default_graph())

@@ -42,10 +42,16 @@ class _Staged:
     first: FirstBatches | None = None
     sources: list[tf.data.Dataset]
     whole: Whole | None = None
+    cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
     def __iter__(self: Batches) -> Batches:
+        if self.cuts and not self.staging.closed and not tf.executing_eagerly():
+            raise UnsupportedError(
+                "a loop over a distributed dataset within a tf.function cannot go on without a lost worker: with "
+                "min_workers take batches outside, or in model.fit"
+            )
         if self.staging.closed or not tf.executing_eagerly():
             iterator = super().__iter__()  # type: ignore[misc]
             lockstep = None if self.staging.closed else self.staging.lockstep
@@ -54,15 +60,18 @@ class _Staged:
         whole = self.whole if extended.hands_out else None
         sources = self.sources if whole is None else whole()
         pads = self._enable_get_next_as_optional
+        cuts = self.cuts and whole is None
         element_spec = sources[0].element_spec
+        if cuts:
+            element_spec = of_any_size(element_spec)
         if pads and replicas > 1:  # some replicas may get an empty batch at the end
             element_spec = of_any_size(element_spec)
         spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices, whole is not None)
         known, batches = [int(source.cardinality()) for source in sources], None
         if min(known) >= 0:
-            each = known if len(known) == replicas else [known[0] / replicas]
+            each = known if len(known) == replicas or cuts else [known[0] / replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        groups = functools.partial(read_groups, sources, replicas, element_spec, pads)
+        groups = functools.partial(read_groups, sources, 1 if cuts else replicas, element_spec, pads)
         if whole is None:
             chosen = groups()
         else:
@@ -71,7 +80,8 @@ class _Staged:
             chosen = self._stream.epoch(f"batches/{next(self.staging.epochs)}", self.steps)
         stage = Stage(self.staging, element_spec, on_devices=self.on_devices)
         # If the data is not divided, this worker iterates alone.
-        feed = Feed(self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first)
+        cut, ranks = (extended.own_part, extended.agreed_ranks()) if cuts else (None, ())
+        feed = Feed(self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
@@ -96,6 +106,8 @@ def distribute_dataset(
     extended: tf.distribute.StrategyExtended, dataset: Batches, options: tf.distribute.InputOptions | None
 ) -> Batches:
     context = extended._make_input_context()
+    if extended.changes and extended.shards and shard_policy(dataset) != AutoShardPolicy.OFF:
+        return _distribute_whole(extended, dataset, options)
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
     if in_python or (context.num_replicas_in_sync > 1 and has_scalars(dataset)):
         return _distribute_rows(extended, dataset, options)
@@ -154,6 +166,29 @@ def _distribute_rows(
     return distribute_datasets_from_function(
         extended, lambda _: split, options, first, lambda: [own_rows(dataset, replicas, 0, replicas)]
     )
+
+
+def _distribute_whole(
+    extended: tf.distribute.StrategyExtended, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
+) -> Batches:
+    """Each worker makes all batches, and cuts its part of each when it is known who else takes it."""
+    if shard_policy(dataset) == AutoShardPolicy.FILE:
+        raise UnsupportedError(
+            "AutoShardPolicy.FILE does not work with min_workers: nobody else would read a lost worker's files; use "
+            "AutoShardPolicy.DATA"
+        )
+    first, dataset = _watched(extended, dataset)
+    replicas = extended._num_replicas_in_sync
+    made = distribute_datasets_from_function(
+        extended, lambda _: dataset, options, first, lambda: [own_rows(dataset, replicas, 0, replicas)]
+    )
+    if not isinstance(made, StagedDatasetFromFunction):
+        raise UnsupportedError(
+            "with min_workers a dataset must be distributed outside of a tf.function and not be placed on a device; "
+            "leave out experimental_place_dataset_on_device"
+        )
+    made.cuts = True
+    return made
 
 
 def distribute_datasets_from_function(
@@ -220,7 +255,8 @@ def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) ->
     """
 
     def parts(*batch: object) -> tf.data.Dataset:
-        elements = [_part(replica, replicas, batch) for replica in range(first, first + count)]
+        whole = batch if len(batch) > 1 else batch[0]
+        elements = [part_of(replica, replicas, whole) for replica in range(first, first + count)]
         datasets = [tf.data.Dataset.from_tensors(element) for element in elements]
         return functools.reduce(tf.data.Dataset.concatenate, datasets)
 
@@ -230,7 +266,9 @@ def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) ->
     return split if dataset.options().autotune.enabled is False else split.prefetch(count)
 
 
-def _part(replica: int, replicas: int, batch: tuple[Structure, ...]) -> Structure:
+def part_of(replica: int, replicas: int, batch: Structure) -> Structure:
+    """Returns the rows of `batch` that are for one of its `replicas`."""
+
     def cut(value: Value) -> Value:
         rows = rows_of([value])
         if rows is None:
@@ -242,8 +280,7 @@ def _part(replica: int, replicas: int, batch: tuple[Structure, ...]) -> Structur
             return tf.sparse.slice(value, begin, size)
         return value[start:end]
 
-    parts = tf.nest.map_structure(cut, batch)
-    return parts if len(parts) > 1 else parts[0]
+    return tf.nest.map_structure(cut, batch)
 
 
 def read_groups(

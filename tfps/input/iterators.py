@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -198,7 +199,7 @@ class Loop(Request):
         if said == _BEGINS or progress is None:
             self._begin()
         elif progress.gone:
-            self._answer(None, CLOSED, UNKNOWN)
+            self._answer(None, CLOSED, UNKNOWN, ())
         else:
             if said != _NONE:
                 progress.exists(progress.asked, said)
@@ -216,7 +217,7 @@ class Loop(Request):
         self._number = next(_numbers)
         self._progress = self.lockstep.follow(self._number, None, self._answer, foresees=False)
 
-    def _answer(self, key: int | None, error: str, rows: int) -> None:
+    def _answer(self, key: int | None, error: str, rows: int, ranks: Sequence[int]) -> None:
         with tf.init_scope(), tf.device(HOST):
             self._answers.enqueue([key is not None, error, tf.constant(rows, tf.int64)])
 
@@ -245,7 +246,8 @@ class LoopIterator:
         total = tf.where(tf.reduce_any(rows < 0), unknown, tf.reduce_sum(rows))
         used, total = self._loop.may_use(batch.has_value(), total)
         if (last_batch := self._staging.last_batch) is not None:
-            last_batch.note(self, tf.concat([[total], rows], 0))
+            known = [tf.constant([UNKNOWN], tf.int64)] if last_batch.changes else []
+            last_batch.note(self, tf.concat([[total], rows, *known], 0))
         return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
 
     def get_next(self) -> Structure:

@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +34,8 @@ logger = logging.getLogger("tfps")
 _NONE, _UNKNOWN, _FAILED = 0, -1, -2  # sent in place of the number of batches left, including this one
 CLOSED = graph_ops.CLOSED
 
-Answer = Callable[[int | None, str, int], None]  # batch key, or None and the reason; rows summed over all ranks
+# Batch key, or None and the reason; rows summed over all ranks; the ranks that take the batch together, if they do.
+Answer = Callable[[int | None, str, int, Sequence[int]], None]
 
 
 @dataclass(eq=False)
@@ -45,6 +46,7 @@ class _Verdict:
     error: str = ""
     warning: str = ""
     rows: int = UNKNOWN  # of the batch, summed over all ranks
+    ranks: Sequence[int] = ()  # that take it
 
 
 @dataclass(eq=False)
@@ -56,6 +58,7 @@ class IteratorProgress:
     answer: Answer  # called once per request, on any thread
     meets: bool  # the ranks synchronize at the first batch that eager code takes
     foresees: bool  # the end of the data is known before the next batch is requested
+    whole: bool = False  # each rank has the whole batch, and knows its part when the ranks that take it are known
     gone: bool = False
     place: int | None = None  # index among the iterators in lockstep, the same on all ranks
     asked: int = 0  # number of positions requested
@@ -99,7 +102,7 @@ class IteratorProgress:
         """Stops answering requests."""
         with self.lockstep.changes(self):
             self.gone = True
-            self.answer = lambda key, error, rows: None
+            self.answer = lambda key, error, rows, ranks: None
 
     def close(self) -> None:
         """Tells waiting requests that the strategy is closed, and sends announcements other ranks may wait for."""
@@ -107,7 +110,7 @@ class IteratorProgress:
             self.gone = True
             while self.waiting:
                 self.waiting.popleft()
-                self.answer(None, CLOSED, UNKNOWN)
+                self.answer(None, CLOSED, UNKNOWN, ())
 
     def code(self, position: int) -> int | None:
         """Returns what to announce for `position`, None if not known yet."""
@@ -133,6 +136,7 @@ class Lockstep:
         self._places = itertools.count()
         self._failure = ""
         self._warned = False
+        self._stopped: threading.Event | None = None  # set when the program waits for a batch that is not announced
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
         self.said = AllGather(runtime, "batches")
@@ -142,11 +146,18 @@ class Lockstep:
         runtime.exchange.add_failure_listener(self.fail)
 
     def follow(
-        self, number: int, batches: int | None, answer: Answer, *, meets: bool = False, foresees: bool = True
+        self,
+        number: int,
+        batches: int | None,
+        answer: Answer,
+        *,
+        meets: bool = False,
+        foresees: bool = True,
+        whole: bool = False,
     ) -> IteratorProgress:
         """Follows the iterator with this unique `number`, negative for a loop inside a function."""
         with self._lock:
-            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, foresees)
+            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, foresees, whole)
         return progress
 
     @contextlib.contextmanager
@@ -205,6 +216,16 @@ class Lockstep:
                 self._owed.extend((progress, each) for each in range(start, progress.owed))
             progress.waiting.append((position, together))
             self._advance(progress)
+            if self._stopped is not None and (progress, position) in self._owed:
+                self._stopped.set()
+
+    def stop_before_next_batch(self) -> threading.Event:
+        """Announces no more batches; the event is set when the program has ended its step and waits for the next."""
+        with self._lock:
+            self._stopped = self._stopped or threading.Event()
+            if any(position < progress.asked for progress, position in self._owed):
+                self._stopped.set()
+            return self._stopped
 
     def close(self) -> None:
         """Announces what other ranks may wait for, and fails local requests."""
@@ -219,40 +240,50 @@ class Lockstep:
         if reply.error is not None:
             self.fail(reply.error)
             return
-        codes, places, rows, digests = np.array([np.frombuffer(part, np.int64) for part in reply.parts or []]).T
-        others = np.flatnonzero(places != places[self._rank])
+        ranks, said = zip(*(reply.parts or {}).items(), strict=True)
+        codes, places, rows, digests = np.array([np.frombuffer(part, np.int64) for part in said]).T
+        own = ranks.index(self._rank)
+        others = np.flatnonzero(places != places[own])
         try:
             if others.size:
                 shown = " and ".join(
-                    f"rank {rank} at batch {places[rank] & 0xFFFFFFFF} of its iterator number {places[rank] >> 32}"
-                    for rank in sorted((self._rank, int(others[0])))
+                    f"rank {ranks[at]} at batch {places[at] & 0xFFFFFFFF} of its iterator number {places[at] >> 32}"
+                    for at in sorted((own, int(others[0])))
                 )
                 raise MismatchError(
                     f"the workers must take batches in the same order, got {shown}; every worker must run "
                     "the same program (and after Ctrl-C at different steps a new strategy)"
                 )
             first_batches.check(digests)
+            if progress.whole and (rows != rows[own]).any():
+                each = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks, rows, strict=True))
+                raise MismatchError(
+                    f"all workers must have the same batches with min_workers, as each computes a part of them: batch "
+                    f"{position} has {each} rows"
+                )
         except MismatchError as error:
             self.runtime.exchange.fail(error)
             return
         with self._lock:
-            verdict = progress.verdicts[position] = self._verdict(progress, position, codes)
-            verdict.rows = UNKNOWN if (rows < 0).any() else int(rows.sum())
+            verdict = progress.verdicts[position] = self._verdict(progress, position, codes, ranks)
+            verdict.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
+            verdict.ranks = ranks
             progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
             self._advance(progress)
 
-    def _verdict(self, progress: IteratorProgress, position: int, codes: Array) -> _Verdict:
-        failed, ended = np.flatnonzero(codes == _FAILED), np.flatnonzero(codes == _NONE)
-        if failed.size:
+    def _verdict(self, progress: IteratorProgress, position: int, codes: Array, ranks: Sequence[int]) -> _Verdict:
+        failed, ended = ([rank for rank, said in zip(ranks, codes, strict=True) if said == c] for c in (_FAILED, _NONE))
+        if failed:
             theirs = f"tfps: the input pipeline of rank {failed[0]} failed at batch {position}; see its log"
             return _Verdict(False, progress.error if self._rank in failed else theirs)
-        if not ended.size:
+        if not ended:
             return _Verdict(True)
-        if ended.size == codes.size:
+        if len(ended) == len(ranks):
             return _Verdict(False)
         dropped = ", ".join(
-            f"rank {rank} {'at least 1' if codes[rank] == _UNKNOWN else codes[rank]}"
-            for rank in np.flatnonzero(codes != _NONE)
+            f"rank {rank} {'at least 1' if said == _UNKNOWN else said}"
+            for rank, said in zip(ranks, codes, strict=True)
+            if said != _NONE
         )
         return _Verdict(
             False,
@@ -286,7 +317,7 @@ class Lockstep:
             progress.waiting.popleft()
             progress.verdicts.pop(position, None)
             progress.rows.pop(position, None)
-            progress.answer(*answer, UNKNOWN if verdict is None else verdict.rows)
+            progress.answer(*answer, *((UNKNOWN, ()) if verdict is None else (verdict.rows, verdict.ranks)))
 
     def _push_owed(self) -> None:
         """Sends due announcements whose result is known, in request order.
@@ -294,7 +325,7 @@ class Lockstep:
         A position is announced once all ranks have the previous one: a rank that counts its batches never requests
         one past its last, so other ranks must not announce that one just because they requested it.
         """
-        while self._owed:
+        while self._owed and self._stopped is None:
             progress, position = self._owed[0]
             if progress.stops and position > progress.agreed:
                 self._owed.popleft()

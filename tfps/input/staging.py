@@ -12,7 +12,7 @@ import queue
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -28,7 +28,7 @@ from tfps.types import Argument, Function, Structure, Value
 
 logger = logging.getLogger("tfps")
 # A batch key and "", or END and the reason ("" at the end of the data); then the rows of the batch: summed over all
-# workers, and per local replica (UNKNOWN if not known).
+# workers, and per local replica (UNKNOWN if not known), and if that changes the number of all replicas.
 TOKEN = [tf.int64, tf.string, tf.int64]
 END = -1
 GO = -2  # precedes each token of an iterator whose batches are handed out: it leaves the queue with that token
@@ -36,6 +36,7 @@ _HOST_ONLY = (tf.string, tf.variant, tf.resource)  # no device but the CPU can h
 _JOIN_S = 2.0  # for a thread that may be inside the user's generator, which cannot be interrupted
 
 Group = list[Structure]  # one batch per local replica
+Cut = Callable[[Structure, Sequence[int]], Group]  # this worker's part of a batch, given the ranks that take it
 
 
 class Stage:
@@ -90,6 +91,7 @@ class Staging:
     ) -> None:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans, self.workers = runtime.spans, runtime.exchange.view.workers
+        self.changes = last_batch is not None and last_batch.changes  # whether the number of workers may change
         self.closed, self.compares = False, compares
         self.lockstep: Lockstep | None = None  # strategies of one runtime share it: they announce batches in one order
         if self.workers > 1 and together:
@@ -182,11 +184,16 @@ class Feed:
         meets: bool,  # several workers synchronize at the first batch that eager code takes
         hands_out: bool = False,
         first: FirstBatches | None = None,  # knows the digests of first batches; None: this rank makes its own
+        cut: Cut | None = None,  # then groups are whole batches, which are cut again if their ranks turn out to differ
+        ranks: Sequence[int] = (),  # for which they are cut at first
     ) -> None:
         self._first, self._compares = first, meets and staging.compares  # else this worker iterates alone
         self._staging, self._stage, self._hands_out = staging, stage, hands_out
         self._groups: Iterator[Group] | None = groups
-        self._unknown = [UNKNOWN] * (1 + len(staging.devices))
+        self._unknown = [UNKNOWN] * (1 + len(staging.devices) + staging.changes)
+        self._cut, self._ranks = cut, ranks  # `_ranks`: those of the last batch that was taken
+        # By key: the whole batch, the ranks it is cut for; the lock keeps a batch from being cut by two threads.
+        self._whole: dict[int, tuple[Structure, Sequence[int]]] = {}
         self._rows: dict[int, list[int]] = {}  # in all and by local replica, of staged batches whose token is not put
         self._putting = False  # whether a token is being put, which may wait for room unless it is `_room` that does
         self._lock = threading.Lock()  # guards _thread
@@ -201,7 +208,9 @@ class Feed:
         self._allowed: queue.SimpleQueue[int] | None = None
         self._progress: IteratorProgress | None = None
         if staging.lockstep is not None:  # tokens are put on request only, and `_room` limits how much is staged
-            self._progress = staging.lockstep.follow(self.number, batches, self._answer, meets=meets)
+            self._progress = staging.lockstep.follow(
+                self.number, batches, self._answer, meets=meets, whole=cut is not None
+            )
             for _ in range(staging.depth):
                 self._room.put(1)
 
@@ -266,11 +275,14 @@ class Feed:
             with contextlib.suppress(*_STOPS):
                 try:
                     for position, batches in enumerate(self._read()):
-                        rows = self._unknown if staging.last_batch is None else _rows(batches)
                         if progress is not None:
-                            progress.exists(position, rows[0])
+                            progress.exists(position, self._rows_of(batches)[0])
                             self._get(self._room)
                         key, begin = next(staging.keys), staging.spans.now()
+                        if self._cut is not None:
+                            self._whole[key] = batches[0], self._ranks
+                            batches = self._cut(*self._whole[key])
+                        rows = self._rows_of(batches)
                         self._stage.put(key, batches)
                         if staging.spans.recorder.enabled:
                             staging.spans.staged(begin, batches)
@@ -280,6 +292,7 @@ class Feed:
                         else:
                             self._put_token(key, "", [max(UNKNOWN, rows[0] * staging.workers), *rows[1:]])
                             del self._rows[key]
+                            self._whole.pop(key, None)
                         del batches
                 except Exception as error:  # any error of the user's input pipeline: its step raises it
                     if self.stopped and isinstance(error, _STOPS):
@@ -364,14 +377,37 @@ class Feed:
             finally:
                 self._putting = False
 
-    def _answer(self, key: int | None, text: str, rows: int) -> None:
+    def _rows_of(self, batches: Group) -> list[int]:
+        """What a token says of them."""
+        if self._staging.last_batch is None:
+            return self._unknown
+        return [*_rows(batches), *[UNKNOWN] * self._staging.changes]
+
+    def _cut_again(self, key: int, ranks: Sequence[int]) -> int:
+        """Stages the batch of `key` for other ranks; returns its new key."""
+        whole, _ = self._whole.pop(key)
+        self._remove(key)
+        self._ranks, new = ranks, next(self._staging.keys)
+        with tf.init_scope():
+            batches = self._cut(whole, ranks) if self._cut is not None else []
+            self._stage.put(new, batches)
+        del self._rows[key]
+        self._rows[new] = self._rows_of(batches)
+        return new
+
+    def _answer(self, key: int | None, text: str, rows: int, ranks: Sequence[int]) -> None:
         """Answers one request; `key` None: there is no batch. Called by `lockstep`, on any thread."""
+        if key is not None and ranks and self._cut is not None and ranks != self._whole[key][1]:
+            key = self._cut_again(key, ranks)
+        replicas = len(ranks) * len(self._staging.devices) if ranks else UNKNOWN
         with contextlib.suppress(_StoppedError, tf.errors.CancelledError):  # nothing waits any more
             if key is None:
                 self._put_token(END, text)
             else:
-                self._put_token(key, text, [rows, *self._rows[key][1:]])
+                own = self._rows[key][1 : 1 + len(self._staging.devices)]
+                self._put_token(key, text, [rows, *own, *[replicas] * self._staging.changes])
                 del self._rows[key]
+                self._whole.pop(key, None)
                 self._room.put(1)
 
     def _remove(self, key: int) -> None:

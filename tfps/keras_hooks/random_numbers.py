@@ -52,10 +52,9 @@ def share_random_states(runtime: Runtime) -> None:
         "keras": global_seeds(),
         "datasets": secrets.randbits(64),
     }
-    (said,) = Broadcast(runtime, "random states")(json.dumps(own).encode())
-    first = json.loads(said)
+    first = json.loads(Broadcast(runtime, "random states")(lambda: json.dumps(own).encode()))
     _Shared.seeds = random.Random(first["datasets"])
-    if not runtime.exchange.rank:
+    if runtime.exchange.rank == runtime.source:
         return
     set_global_seeds(first["keras"])
     numpy_, own_kind = first["numpy"], np.random.get_state(legacy=False)["bit_generator"]

@@ -83,6 +83,7 @@ class Members:
         self.view = view  # who is to take part; its pservers are known once the first worker has joined
         self.incarnation = ""
         self.members: dict[int, Member] = {}
+        self.lost: dict[int, str] = {}  # what became of those that the others went on without, by rank
         self._job = job
 
     def join(self, applicant: Applicant, now_s: float) -> Member:
@@ -120,18 +121,32 @@ class Members:
         return [rank for rank in self.view.ranks if rank not in streaming]
 
     def gone(self) -> list[int]:
-        """Ranks that have left or died."""
-        return [rank for rank, member in self.members.items() if member.state is State.GONE]
+        """Ranks that have left or died, and without which the others cannot go on."""
+        return [rank for rank in self.view.ranks if rank in self.members and self.members[rank].state is State.GONE]
+
+    def lose(self, rank: int, why: str) -> None:
+        """Takes `rank` out, which is a member and not the last one: the others go on without it."""
+        self.view = self.view.next(left=[rank])
+        self.lost[rank] = f"{self.members.pop(rank)} {why}"
+
+    def part(self, rank: int) -> None:
+        """Lets `rank` leave, which takes part no more but is still known, as its streams have not ended."""
+        if len(self.view.ranks) > 1:
+            self.view = self.view.next(left=[rank])
 
     @property
     def ending(self) -> bool:
         """Whether some members are gone and others not."""
-        return 0 < len(self.gone()) < len(self.members)
+        return 0 < self._left < len(self.members)
+
+    @property
+    def _left(self) -> int:
+        return sum(member.state is State.GONE for member in self.members.values())
 
     @property
     def over(self) -> bool:
         """Whether there were members and all are gone."""
-        return bool(self.members) and len(self.gone()) == len(self.members)
+        return bool(self.members) and self._left == len(self.members)
 
     def _check_job(self, new: Applicant) -> None:
         if new.workers and new.workers != self.view.workers:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from tfps.errors import ConnectError, ProtocolError
@@ -15,13 +16,14 @@ MAX_GENERATION = 2**16 - 1  # a frame has two bytes for it
 class View:
     """Who takes part in a job between two changes. ConnectError: nobody is left, or there have been too many changes.
 
-    Every round belongs to a view: it is complete when all ranks of that view have pushed. Every frame of a round has
-    the view's generation.
+    A round is complete when all ranks of the view in force have pushed. A rank keeps its number from view to view, and
+    the number of `workers` stays: those that are lost leave their numbers free.
     """
 
     generation: int  # 1 for a job's first view, then one more for each change
     ranks: tuple[int, ...]  # the workers' numbers, ascending; a worker keeps its number from view to view
     pservers: tuple[int, ...]  # their places in the list that all workers have, ascending
+    workers: int  # with which the job was started: numbers are below
 
     def __post_init__(self) -> None:
         for name, members in (("ranks", self.ranks), ("pservers", self.pservers)):
@@ -29,31 +31,21 @@ class View:
                 raise ConnectError(
                     f"{name} of a view must be different numbers, ascending, at least one, got {members}"
                 )
+        if self.ranks[-1] >= self.workers:
+            raise ConnectError(f"ranks of a view must be below {self.workers}, its number of workers, got {self.ranks}")
         if not 1 <= self.generation <= MAX_GENERATION:
             raise ConnectError(f"generation of a view must be from 1 to {MAX_GENERATION}, got {self.generation}")
 
     @classmethod
     def first(cls, workers: int, pservers: int = 1) -> View:
         """A job's first view: all its workers, all its pservers."""
-        return cls(1, tuple(range(workers)), tuple(range(pservers)))
-
-    @property
-    def workers(self) -> int:
-        """How many workers take part."""
-        return len(self.ranks)
+        return cls(1, tuple(range(workers)), tuple(range(pservers)), workers)
 
     def place(self, rank: int) -> int:
         """The place of `rank` among those that take part, from 0. Raises ProtocolError if it does not."""
         if rank not in self.ranks:
             raise ProtocolError(f"rank must be one of {', '.join(map(str, self.ranks))}, got {rank}")
         return self.ranks.index(rank)
-
-    def check(self, generation: int) -> None:
-        """Raises ProtocolError if a frame is of another view."""
-        if generation != self.generation:
-            raise ProtocolError(
-                f"generation of a frame must be {self.generation}, as that of the job's view is now, got {generation}"
-            )
 
     def next(self, *, left: Collection[int] = (), joined: Collection[int] = (), lost: Collection[int] = ()) -> View:
         """The view after ranks have `left` and `joined`, and pservers were `lost`.
@@ -68,7 +60,34 @@ class View:
                 f"{sorted(joined)} and lost pservers {sorted(lost)}"
             )
         ranks = here.difference(left).union(joined)
-        return View(self.generation + 1, tuple(sorted(ranks)), tuple(sorted(pservers.difference(lost))))
+        return View(self.generation + 1, tuple(sorted(ranks)), tuple(sorted(pservers.difference(lost))), self.workers)
+
+
+class RankSets:
+    """Numbers the sets of ranks whose pushes are in replies: 1 is `everybody`; any thread.
+
+    `tell` gets the number and the ranks of every other set, before `number` first returns it.
+    """
+
+    def __init__(self, everybody: Collection[int], tell: Callable[[int, tuple[int, ...]], object]) -> None:
+        self._tell, self._lock = tell, threading.Lock()  # guards _numbers
+        self._numbers = {frozenset(everybody): 1}
+
+    def number(self, ranks: Collection[int]) -> int:
+        """The number of the set of `ranks`."""
+        found = frozenset(ranks)
+        with self._lock:
+            if found not in self._numbers:
+                if len(self._numbers) == MAX_GENERATION:
+                    raise ProtocolError(f"a job can have {MAX_GENERATION} sets of ranks that push, and has had so many")
+                self._numbers[found] = len(self._numbers) + 1
+                self._tell(self._numbers[found], tuple(sorted(found)))
+            return self._numbers[found]
+
+    def told(self) -> list[tuple[int, tuple[int, ...]]]:
+        """All that `tell` has got, for somebody who comes later."""
+        with self._lock:
+            return [(number, tuple(sorted(ranks))) for ranks, number in self._numbers.items() if number > 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class DiLoCo(Independent):
             with tf.init_scope():
                 bucket = self._said.declare()
                 own = {str(each.job_number): each.steps for each in known}
-                said = list(map(json.loads, self._said(json.dumps(own).encode(), make_up)))
+                said = list(map(json.loads, self._said(json.dumps(own).encode(), make_up).values()))
                 self._barriers += 1
                 common = [each for each in known if all(str(each.job_number) in steps for steps in said)]
                 for each in common:

@@ -326,12 +326,13 @@ class RestRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "inner_steps", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "slice_bytes", "staleness", "update", "window_bytes"]
+    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "slice_bytes", "staleness", "update", "window_bytes"]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     DELAY_COMPENSATION_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     OUTER_LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     OUTER_MOMENTUM_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +349,7 @@ class Settings(_message.Message):
     deterministic: bool
     fragments: int
     inner_steps: int
+    min_workers: int
     mode: str
     outer_learning_rate: float
     outer_momentum: float
@@ -359,7 +361,7 @@ class Settings(_message.Message):
     staleness: int
     update: str
     window_bytes: int
-    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ...) -> None: ...
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ["fd", "host", "secret"]
@@ -372,16 +374,19 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., fd: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ["buckets", "cpu_s", "errors", "failure", "job", "jobs", "members", "memory_bytes", "open_slices", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]
+    __slots__ = ["buckets", "cpu_s", "errors", "failure", "generation", "job", "jobs", "lost", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     OPEN_SLICES_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SHARD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
@@ -393,11 +398,14 @@ class StatusReply(_message.Message):
     cpu_s: float
     errors: _containers.RepeatedCompositeFieldContainer[ErrorCount]
     failure: Failure
+    generation: int
     job: str
     jobs: int
+    lost: _containers.RepeatedScalarFieldContainer[str]
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     memory_bytes: int
     open_slices: int
+    present: _containers.RepeatedScalarFieldContainer[int]
     reason: str
     shard_bytes: int
     slices: int
@@ -405,7 +413,7 @@ class StatusReply(_message.Message):
     uptime_s: float
     version: str
     workers: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., jobs: _Optional[int] = ..., job: _Optional[str] = ..., workers: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., buckets: _Optional[int] = ..., slices: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., open_slices: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[ErrorCount, _Mapping]]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., jobs: _Optional[int] = ..., job: _Optional[str] = ..., workers: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., buckets: _Optional[int] = ..., slices: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., open_slices: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[ErrorCount, _Mapping]]] = ..., generation: _Optional[int] = ..., present: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ["details", "incarnation"]

@@ -16,10 +16,10 @@ from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.codecs import Floats
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.membership.view import View
+from tfps.membership.view import RankSets, View
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import WHOLE
+from tfps.wire.frames import WHOLE, Header
 
 
 class Phase(NamedTuple):
@@ -33,7 +33,8 @@ class StalenessBound:
     """How many steps a rank may be ahead of the slowest active one. Once all are quiesced a new phase begins."""
 
     def __init__(self, view: View, staleness: int | None) -> None:
-        self.view, self.staleness = view, staleness
+        self.staleness = staleness
+        self.view = view  # replaced by `Shard.change_view`
         self._lock = threading.Lock()  # guards what follows
         self._gone: set[int] = set()
         self.phase = Phase(0, frozenset(view.ranks))  # replaced as a whole, so that it is read without the lock
@@ -64,7 +65,8 @@ class RankScalars:
     """The scalars of each rank's latest step of a bucket; ranks step for themselves. Any thread."""
 
     def __init__(self, name: str, spec: UpdateSpec, view: View) -> None:
-        self.name, self.spec, self._view = name, spec, view
+        self.name, self.spec = name, spec
+        self.view = view  # replaced by `Shard.change_view`
         self._lock = threading.Lock()  # guards the next two
         self._latest: dict[int, tuple[int, StepScalars]] = {}
         self._marks: dict[int, int] = {}  # of ranks that have assigned values and wait for others to do so
@@ -89,7 +91,7 @@ class RankScalars:
                         "alike: between epochs, or after strategy.synchronize()"
                     )
             self._marks[rank] = scalars.mark
-            if len(self._marks) == self._view.workers:
+            if self._marks.keys() >= set(self.view.ranks):
                 self._marks = {}
         return None
 
@@ -122,12 +124,13 @@ class AsyncSlice(OwnedSlice):
         self,
         recorder: Recorder,
         format_: SliceFormat,
+        sets: RankSets,
         parameters: ParameterShard,
         scalars: RankScalars,
         bound: StalenessBound,
         delay_compensation: float,
     ) -> None:
-        super().__init__(recorder, format_.nbytes, parameters)
+        super().__init__(recorder, format_.nbytes, sets, parameters)
         self.bound, self._format, self._scalars, self._delay_compensation = bound, format_, scalars, delay_compensation
         self._steps = dict.fromkeys(bound.view.ranks, 0)  # pushes of each rank
         self._done = dict.fromkeys(bound.view.ranks, 0)  # steps of each rank in this phase
@@ -140,7 +143,18 @@ class AsyncSlice(OwnedSlice):
     def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
         now_ns = self._recorder.clock()
         with self.lock:
+            if push.rank not in self.bound.view.ranks:
+                return [], 0  # it has just been lost
             return self._take(push, now_ns), 0
+
+    def change_view(self, view: View, upcoming: Container[int] = ()) -> list[Answer]:
+        with self.lock:
+            for waiting in (self._marked, self._whole, self._held):
+                for rank in waiting.keys() - set(view.ranks):
+                    del waiting[rank]
+            self._align()
+            self._assigned()
+            return [*self._collected(), *self._ready()]
 
     def _take(self, push: Push, now_ns: int) -> list[Answer]:
         rank, step, label = push.rank, push.header.step, self._format.label
@@ -162,14 +176,18 @@ class AsyncSlice(OwnedSlice):
             self._apply(pushed)
         else:
             self._marked[rank] = pushed
-            if len(self._marked) == self.bound.view.workers:  # rank 0's values count, then all gradients, in rank order
-                self.parameters.take_put()
-                marked, self._marked = self._marked, {}
-                if self._delay_compensation:
-                    self._seen = dict.fromkeys(marked, self.parameters.parameters.copy())
-                for each in sorted(marked):
-                    self._apply(marked[each])
+            self._assigned()
         return self._ready()
+
+    def _assigned(self) -> None:
+        """Once all ranks have assigned values, rank 0's count, and then all gradients, in rank order."""
+        if self._marked and self._marked.keys() >= set(self.bound.view.ranks):
+            self.parameters.take_put()
+            marked, self._marked = self._marked, {}
+            if self._delay_compensation:
+                self._seen = dict.fromkeys(marked, self.parameters.parameters.copy())
+            for each in sorted(marked):
+                self._apply(marked[each])
 
     def released(self) -> list[Answer]:
         """Answers for the ranks that may go on after others have quiesced or left."""
@@ -197,7 +215,7 @@ class AsyncSlice(OwnedSlice):
 
     def _collected(self) -> list[Answer]:
         """Once all ranks have pushed their residuals, the sum for all of them, added in rank order."""
-        if len(self._whole) < self.bound.view.workers:
+        if not self._whole or not self._whole.keys() >= set(self.bound.view.ranks):
             return []
         collected, self._whole = self._whole, {}
         total = np.zeros(self.nbytes // 4, np.float32)
@@ -205,7 +223,7 @@ class AsyncSlice(OwnedSlice):
             if (part := collected[rank].gradient) is not None:
                 total += part
         payload = total.view(np.uint8).data
-        return [Answer((rank,), pushed.push.reply(WHOLE), payload) for rank, pushed in collected.items()]
+        return [Answer((rank,), _alone(pushed.push, WHOLE), payload) for rank, pushed in collected.items()]
 
     def _apply(self, pushed: _Pushed) -> None:
         push, gradient, scalars, arrived_ns = pushed
@@ -216,7 +234,7 @@ class AsyncSlice(OwnedSlice):
                     change *= factor
                 gradient = np.add(change, gradient, out=change)
             self.parameters.update(gradient.data, scalars)
-            self._completed(push, arrived_ns, self.nbytes, push.header.index)
+            self._record(push, arrived_ns, self.nbytes, push.header.index)
         self._done[push.rank] += 1
         self._held[push.rank] = push._replace(payload=memoryview(b""))  # frees the memory
 
@@ -234,7 +252,7 @@ class AsyncSlice(OwnedSlice):
     def _answer(self, push: Push) -> Answer:
         """A copy of the parameters: other ranks' pushes change them while it is on its way."""
         rank, target, parameters = push.rank, push.target, self.parameters.parameters
-        header = push.reply(0 if self._format.codec is None else WHOLE)
+        header = _alone(push, 0 if self._format.codec is None else WHOLE)
         if self._delay_compensation:
             parameters = self._seen[rank] = parameters.copy()
         if target is not None:
@@ -242,3 +260,8 @@ class AsyncSlice(OwnedSlice):
             return Answer((rank,), header, None, target)
         copied = parameters if self._delay_compensation else parameters.copy()
         return Answer((rank,), header, copied.view(np.uint8).data)
+
+
+def _alone(push: Push, flags: int) -> Header:
+    """The header of an answer to the rank of `push`, which need not know whose pushes are in it."""
+    return push.reply(flags)._replace(generation=1)

@@ -28,12 +28,13 @@ from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, Push
+from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import BrokenConnectionError, Receiver, not_expected
 from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
-from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
+from tfps.wire.send_queue import SILENT_S, Encoding, Outgoing, SendQueue, put_in_all
 from tfps.wire.shared_memory import Attached, Place, Target
 
 logger = logging.getLogger("tfps")
@@ -55,7 +56,7 @@ class Job:
     def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
         self._recorder, self._errors, self._max_memory = recorder, errors, max_memory
         self.recording = Recording(recorder)
-        self.counters = Counters(view)
+        self.counters = Counters(lambda: self._membership.view)
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self._membership = Members(view, name)
         self._shard = Shard(Config(), view, 0, recorder, max_memory)  # replaced when the first worker joins
@@ -96,9 +97,12 @@ class Job:
             member = self._membership.join(applicant, time.monotonic())
             if first:
                 view, index = self._membership.view, applicant.pserver_index
-                self._shard = Shard(config, view, index, self._recorder, self._max_memory)
+                self._shard = Shard(config, view, index, self._recorder, self._max_memory, self._tell_set)
+                if config.min_workers is not None:
+                    Heartbeat("tfps-heartbeat", self._beat)
                 self._log(f"begins: {member} is the first of {view.workers} workers")
             if member.state is State.JOINED:
+                self._memory.pop(member.rank, None)
                 if memory is not None:
                     self._memory[member.rank] = memory
                 self._queues[member.rank] = SendQueue(
@@ -114,6 +118,7 @@ class Job:
             if member is None or member.state is State.GONE or stream in member.streams:
                 raise ConnectError(f"rank {rank} has not joined this pserver, has left it, or has a stream already")
             member.streams.add(stream)
+            self._queues[rank].heard()
             if end is not None:
                 self._ends[rank] = end
             if member.streams == {PUSH, PULL}:  # it takes part
@@ -121,14 +126,19 @@ class Job:
                 self._changed.notify_all()
             return self._queues[rank]
 
-    def stream_ended(self, rank: int) -> None:
+    def stream_ended(self, rank: int, queue: SendQueue) -> None:
         """A stream of `rank` has ended, as expected (after `leave` or a failure) or not; ends the other one."""
+        queue.close()
         with self._changed:
-            member = self._membership.members[rank]
+            member = self._membership.members.get(rank)
+            if member is None or self._queues[rank] is not queue:
+                return  # it has been lost, and maybe another one has its number
             lost = member.state is not State.GONE
-        self._queues[rank].close()
+        why = f"died at step {member.step}: its connection ended without a leave"
+        if lost and self._lose(rank, why):
+            return
         if lost:  # before `go`: else a push in between would report that it left
-            self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
+            self.fail(WorkerLostError(f"{member} {why}"))
         with self._changed:
             self._go(member, ended=1, lost=lost)
             end = self._ends.pop(rank, None)
@@ -143,7 +153,11 @@ class Job:
             if member is None or member.state is State.GONE:
                 return
         if failure is not None:
+            if not isinstance(failure, (MismatchError, ProtocolError)) and self._lose(rank, f"failed: {failure}"):
+                return
             self.fail(failure)  # first, as above
+        elif reason and self._lose(rank, f"left at step {member.step}: it ended with {reason}"):
+            return
         with self._changed:
             member.reason = reason
             self._go(member)
@@ -154,6 +168,9 @@ class Job:
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
         self._shard.bound.quiesce(rank, gone=True)
+        if self._goes_on(1):
+            self._membership.part(rank)
+            self._change_view()
         for bucket, item in self._shard.slices():
             if (late := item.late([rank])) is not None:
                 self._fail_left(late, bucket)
@@ -165,6 +182,82 @@ class Job:
         member.ended += ended
         if lost or member.ended >= len(member.streams):  # none of its frames can come any more, or count
             self._memory.pop(member.rank, None)
+
+    # Without a lost worker (Config.min_workers)
+
+    def check_present(self, rank: int) -> None:
+        """Raises WorkerLostError if the others went on without `rank`, which may not know that."""
+        with self._changed:
+            if rank in self._membership.lost and rank not in self._membership.members:
+                raise WorkerLostError(f"the other workers went on without this one: {self._membership.lost[rank]}")
+
+    def may_put(self, rank: int) -> bool:
+        """Whether `rank` may be the first of those that are left, as far as it and this pserver know."""
+        return rank == 0 or (self._shard.config.min_workers is not None and rank in self._membership.view.ranks)
+
+    def _goes_on(self, fewer: int = 0) -> bool:
+        """Whether the job goes on with so many workers `fewer`."""
+        least, left = self._shard.config.min_workers, len(self._membership.view.ranks) - fewer
+        return least is not None and left >= max(least, 1)
+
+    def _lose(self, rank: int, why: str) -> bool:
+        """Takes `rank` out and lets the others go on, if the job can; else returns False."""
+        with self._changed:
+            member = self._membership.members.get(rank)
+            if member is None or member.state is State.GONE or self._failure is not None or not self._goes_on(1):
+                return False
+            self._membership.lose(rank, why)
+            self._memory.pop(rank, None)
+            queue, end = self._queues.pop(rank), self._ends.pop(rank, None)
+            if not self._declarations or not self._declarations[0].agreed:
+                self._membership.view = View.first(self._membership.view.workers, len(self._membership.view.pservers))
+                self._log(f"has not begun: {member} {why}; another worker may join in its place")
+            else:
+                self._log(f"goes on with {len(self._membership.view.ranks)} workers: {member} {why}")
+                self._announce(Header(Kind.LOST, index=rank), f"{member} {why}".encode())
+            if ended := self.recording.gone(rank):
+                self._announce(Header(Kind.TRACE, step=ended))
+        queue.fail(WorkerLostError(f"the other workers went on without this one: {member} {why}"))
+        if end is not None:
+            end()
+        self._shard.bound.quiesce(rank, gone=True)
+        self._change_view()
+        return True
+
+    def _change_view(self) -> None:
+        """Lets what waits go on with the ranks of the view."""
+        with self._changed:
+            view = self._membership.view
+            self._shard.set_view(view)
+            items = [(item, bucket.next) for bucket in self._shard.buckets for item in bucket.slices.values()]
+            self._changed.notify_all()
+        try:
+            for item, upcoming in items:
+                self._send(item.change_view(view, upcoming))
+        except TfpsError as error:
+            self.fail(error)
+        self._release()
+
+    def _tell_set(self, number: int, ranks: Collection[int]) -> None:
+        """Tells all workers what a number in replies means: called within a slice's lock, so it takes no other."""
+        frame = frames.encode_ranks(number, ranks)
+        for queue in list(self._queues.values()):
+            queue.put_urgent(frame)
+
+    def _beat(self, late: bool) -> bool:
+        """Sends a heartbeat to every worker, and loses those that are silent, unless this process was `late`."""
+        with self._changed:
+            queues = {rank: queue for rank, queue in self._queues.items() if rank in self._membership.members}
+        silent = []
+        for rank, queue in queues.items():
+            queue.put_urgent(frames.BEAT)
+            silent_s = queue.silent_s(renew=late)
+            if silent_s > SILENT_S and self._membership.members[rank].state is State.STREAMING:
+                silent.append((rank, f"has been silent for {silent_s:.1f} s"))
+        for rank, why in silent:
+            if not self._lose(rank, why) and self._failure is None and rank in self._membership.members:
+                self.fail(WorkerLostError(f"{self._membership.describe(rank)} {why}"))
+        return not self.over
 
     def fail(self, error: TfpsError) -> None:
         """Fails the job: every member's streams end with `error`. Only the first error counts."""
@@ -210,7 +303,7 @@ class Job:
         with self._changed:
             self._raise_failure()
             if rank not in members.members:
-                raise ConnectError(f"rank {rank} has not joined this pserver, so it cannot declare anything")
+                raise ConnectError(f"rank {rank} has not joined this pserver, or was lost: it cannot declare anything")
             self._shard.check(specs)
             count = len(self._declarations)
             if number > count or (number == count and number and not self._declarations[-1].agreed):
@@ -221,7 +314,7 @@ class Job:
             if rank in declaration.lines:
                 raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
             declaration.lines[rank], declaration.specs = lines, specs
-            if len(declaration.lines) == members.view.workers:
+            if declaration.lines.keys() >= set(members.view.ranks):
                 if (difference := first_difference(declaration.lines, members.describe)) is not None:
                     self.fail(MismatchError(difference))
                 self._changed.notify_all()
@@ -231,8 +324,8 @@ class Job:
             if declaration.agreed:
                 return
             gone = members.gone()
-            if rank in gone:
-                raise ClosedError("the worker has left the job")
+            if rank in gone or rank not in members.members:
+                raise ClosedError("the worker has left the job, or was lost")
             late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
             if lost := [members.members[r] for r in late if r in gone]:
@@ -247,9 +340,9 @@ class Job:
         if self._failure is not None or declaration.agreed:
             return True
         gone = self._membership.gone()
-        if any(r == rank or r not in declaration.lines for r in gone):
+        if rank not in self._membership.members or any(r == rank or r not in declaration.lines for r in gone):
             return True
-        if len(declaration.lines) < self._membership.view.workers or self._membership.not_streaming():
+        if not declaration.lines.keys() >= set(self._membership.view.ranks) or self._membership.not_streaming():
             return False
         self._shard.add(declaration.specs)
         declaration.agreed = True
@@ -279,7 +372,7 @@ class Job:
 
     def _announce(self, header: Header, payload: bytes = b"") -> None:
         """Sends a frame outside the windows to all workers."""
-        frame = frames.encode(header._replace(generation=self._membership.view.generation), payload)
+        frame = frames.encode(header, payload)
         for queue in self._queues.values():
             queue.put_urgent(frame)
 
@@ -288,9 +381,9 @@ class Job:
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
         """Takes a PUSH and sends answers; keeps `payload`, unless the slice is in shared memory at `place`."""
         buckets = self._shard.buckets
-        if self._failure is not None:
+        member = self._membership.members.get(rank)
+        if self._failure is not None or member is None:
             return  # its stream is about to end
-        self._membership.view.check(header.generation)
         bucket = declared(buckets, header.bucket)
         if header.priority != bucket.spec.priority:
             name, rule = bucket.spec.name, bucket.spec.priority
@@ -302,7 +395,7 @@ class Job:
         item = bucket.slices.get(0 if gather else header.index)
         if item is None:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
-        member, target = self._membership.members[rank], None
+        target = None
         if place is not None:
             if gather or (memory := self._memory.get(rank)) is None:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
@@ -320,9 +413,8 @@ class Job:
 
     def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
         """Takes the SCALARS that come before the slices of a push."""
-        if self._failure is not None:
+        if self._failure is not None or rank not in self._membership.members:
             return
-        self._membership.view.check(header.generation)
         bucket = self.bucket(header.bucket)
         if bucket.scalars is None:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no update, got step scalars for one")
@@ -369,6 +461,9 @@ class Job:
                 workers=members.view.workers,
                 state=state,
                 reason=str(self._failure or ""),
+                generation=members.view.generation,
+                present=members.view.ranks,
+                lost=[members.lost[rank] for rank in sorted(members.lost)],
                 buckets=len(self._shard.buckets),
                 slices=len(slices),
                 shard_bytes=sum(item.nbytes for item in slices),
@@ -391,7 +486,9 @@ class Job:
 
     def _send(self, answers: Collection[Answer]) -> None:
         for ranks, header, payload, target in answers:
-            queues = [self._queues[rank] for rank in ranks]
+            queues = [self._queues[rank] for rank in ranks if rank in self._queues]
+            if not queues:
+                continue  # lost meanwhile
             if isinstance(payload, Encoding):
                 for queue in queues:
                     queue.put([Outgoing(header, payload.nbytes, encoding=payload)])
@@ -456,8 +553,10 @@ class Session:
 
     def fail(self, error: Exception, when: str) -> TfpsError:
         """Fails the job with an error of one of its threads; returns what to tell its workers."""
-        if isinstance(error, ProtocolError):
-            failure: TfpsError = ProtocolError(f"rank {self.rank}: {error}")
+        if isinstance(error, WorkerLostError):
+            failure: TfpsError = error
+        elif isinstance(error, ProtocolError):
+            failure = ProtocolError(f"rank {self.rank}: {error}")
         elif self._job.over:  # maybe caused by the teardown
             return self._failed(when, error, logged=False)
         else:
@@ -467,33 +566,33 @@ class Session:
 
     def ended(self) -> None:
         """A direction has ended, for whatever reason."""
-        self._job.stream_ended(self.rank)
+        self._job.stream_ended(self.rank, self.queue)
 
 
 class Counters:
     """Numbers that ranks draw, each once: each rank's first is its place in the view, then they count up from there."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: Callable[[], View]) -> None:
         self._view, self._lock = view, threading.Lock()
-        # By name, in the order of last use: the ranks that have their first, the next number.
-        self._drawn: dict[str, tuple[set[int], int]] = {}
+        # By name, in the order of last use: the ranks that have no first yet and those, the next number.
+        self._drawn: dict[str, tuple[dict[int, int], int]] = {}
 
     def fetch_add(self, name: str, rank: int) -> int:
-        if rank not in self._view.ranks or len(name) > _MAX_NAME:
+        view = self._view()
+        if rank not in view.ranks or len(name) > _MAX_NAME:
             raise ProtocolError(
-                f"a number must be drawn by one of the {self._view.workers} ranks, from a counter whose name has at "
+                f"a number must be drawn by one of the {len(view.ranks)} ranks, from a counter whose name has at "
                 f"most {_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
             )
         with self._lock:
-            begun, following = self._drawn.pop(name, (set[int](), self._view.workers))
+            firsts, following = self._drawn.pop(
+                name, ({r: place for place, r in enumerate(view.ranks)}, len(view.ranks))
+            )
             if len(self._drawn) == _MAX_COUNTERS:
                 del self._drawn[next(iter(self._drawn))]
-            if rank in begun:
-                number, following = following, following + 1
-            else:
-                number = self._view.place(rank)
-                begun.add(rank)
-            self._drawn[name] = begun, following
+            number = firsts.pop(rank, following)
+            following += number == following
+            self._drawn[name] = firsts, following
             return number
 
 

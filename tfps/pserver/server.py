@@ -225,7 +225,9 @@ class ParameterServer:
             self._joining.release()
 
     def _of_job(self, name: str, request: Argument, context: object) -> Message:
-        fields = _JOB_CALLS[name](self._job_of(request.incarnation), request)
+        job = self._job_of(request.incarnation)
+        job.check_present(request.rank)
+        fields = _JOB_CALLS[name](job, request)
         reply: Message = control.reply_type(name)(**fields or {})
         return reply
 
@@ -311,10 +313,10 @@ def _declare(job: Job, request: pb.DeclareRequest) -> None:
 def _put(job: Job, request: pb.PutRequest) -> None:
     owned, parameters = _parameters(job, request)
     nbytes, most = len(request.values), control.STATE_PIECE_BYTES
-    if request.rank or nbytes > most or nbytes % 4 or request.begin % 4:
+    if not job.may_put(request.rank) or nbytes > most or nbytes % 4 or request.begin % 4:
         raise ProtocolError(
-            f"a call of Put must be rank 0's, with at most {most} bytes, a multiple of 4 bytes from a multiple of 4 "
-            f"on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
+            f"a call of Put must be the first rank's, with at most {most} bytes, a multiple of 4 bytes from a multiple "
+            f"of 4 on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
         )
     with owned.lock:
         parameters.put(request.number, request.begin, request.values)

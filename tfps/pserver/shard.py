@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tfps.config import Config
@@ -11,7 +11,7 @@ from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
-from tfps.membership.view import View
+from tfps.membership.view import RankSets, View
 from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
 from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, SumSlice
 from tfps.trace.recorder import Recorder
@@ -38,8 +38,17 @@ class OwnedBucket:
 class Shard:
     """What the pserver at place `index` owns; its caller's lock guards all changes and the buckets' `next`."""
 
-    def __init__(self, config: Config, view: View, index: int, recorder: Recorder, max_memory: int = 2**63) -> None:
+    def __init__(
+        self,
+        config: Config,
+        view: View,
+        index: int,
+        recorder: Recorder,
+        max_memory: int = 2**63,
+        tell: Callable[[int, tuple[int, ...]], object] = lambda number, ranks: None,  # see RankSets
+    ) -> None:
         self.config, self.view, self.index, self._max_memory = config, view, index, max_memory
+        self.sets = RankSets(view.ranks, tell)
         self.buckets: list[OwnedBucket] = []  # only grows, until `clear`: streams read it without the lock
         self._recorder = recorder
         self._placer = Placer(view.pservers, config.placement)
@@ -76,7 +85,7 @@ class Shard:
                 bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer))
             elif self._placer.place_gather() == self.index:
                 round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes)
-                bucket.slices[0] = GatherSlice(self._recorder, round_)
+                bucket.slices[0] = GatherSlice(self._recorder, round_, self.sets)
             self.buckets.append(bucket)
 
     def cut_anew(self, layout: Layout) -> None:
@@ -86,6 +95,16 @@ class Shard:
         specs = [bucket.spec for bucket in self.buckets]
         for number, cutting in cut_anew(specs, layout, self.view.pservers, self.config.placement).items():
             self.buckets[number].next[cutting.step] = self._slices(self.buckets[number], cutting)
+
+    def set_view(self, view: View) -> None:
+        """Makes new slices wait for the ranks of `view`, and those of upcoming cuttings."""
+        self.view = self.bound.view = view
+        for bucket in self.buckets:
+            if isinstance(bucket.scalars, RankScalars):
+                bucket.scalars.view = view
+            for slices in bucket.next.values():
+                for item in slices.values():
+                    item.change_view(view)  # nobody has pushed yet, so nobody is answered
 
     def slices(self) -> Iterator[tuple[str, OwnedSlice]]:
         """The slices in use, each with its bucket's name."""
@@ -108,11 +127,11 @@ class Shard:
                 parameters = ParameterShard(label, scalars.spec, piece.offset, piece.nbytes, viewed=viewed)
                 if isinstance(scalars, RankScalars):
                     found[index] = AsyncSlice(
-                        self._recorder, format_, parameters, scalars, self.bound, config.delay_compensation
+                        self._recorder, format_, self.sets, parameters, scalars, self.bound, config.delay_compensation
                     )
                     continue
             round_ = SumRound(format_, self.view, config.deterministic, cutting.step)
-            found[index] = SumSlice(self._recorder, round_, parameters, scalars)
+            found[index] = SumSlice(self._recorder, round_, self.sets, parameters, scalars)
         return found
 
 

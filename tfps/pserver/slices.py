@@ -9,18 +9,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfps.errors import MismatchError, ProtocolError, TfpsError
+from tfps.errors import MismatchError, ProtocolError, TfpsError, WorkerLostError
 from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.codecs import Floats
 from tfps.exchange.layout import cut
 from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec, difference
+from tfps.membership.view import RankSets, View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
 from tfps.wire.send_queue import Encoding
 from tfps.wire.shared_memory import Target
+
+_NOTHING = memoryview(b"")
 
 
 class Push(NamedTuple):
@@ -68,15 +71,24 @@ class Late(NamedTuple):
 
 
 class OwnedSlice(abc.ABC):
-    """A slice (or a whole gather, of 0 `nbytes`) on its owner; any thread. Put and Get reach its `parameters`."""
+    """A slice (or a whole gather, of 0 `nbytes`) on its owner; any thread. Put and Get reach its `parameters`.
 
-    def __init__(self, recorder: Recorder, nbytes: int, parameters: ParameterShard | None = None) -> None:
-        self._recorder, self.nbytes, self.parameters = recorder, nbytes, parameters
+    `sets` numbers the ranks whose pushes are in an answer.
+    """
+
+    def __init__(
+        self, recorder: Recorder, nbytes: int, sets: RankSets, parameters: ParameterShard | None = None
+    ) -> None:
+        self._recorder, self.nbytes, self._sets, self.parameters = recorder, nbytes, sets, parameters
         self.lock = threading.Lock()  # guards all
 
     @abc.abstractmethod
     def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
         """Takes a push; returns answers and by how many ns it is late. This slice ends before a step of `upcoming`."""
+
+    @abc.abstractmethod
+    def change_view(self, view: View, upcoming: Container[int] = ()) -> list[Answer]:
+        """Waits for the ranks of `view` from now on; returns answers that waited for others. What had come counts."""
 
     @abc.abstractmethod
     def missing(self, asking: int | None = None) -> list[int]:
@@ -91,7 +103,7 @@ class OwnedSlice(abc.ABC):
         if self._recorder.enabled:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, push.rank, NONE)
 
-    def _completed(self, push: Push, begin_ns: int, nbytes: int, index: int) -> None:
+    def _record(self, push: Push, begin_ns: int, nbytes: int, index: int) -> None:
         """Records what `push` has completed: one span, also for all pieces of a gather."""
         header = push.header
         if self._recorder.enabled:
@@ -104,16 +116,30 @@ class RoundSlice(OwnedSlice):
 
     round: SumRound | GatherRound
     _first_ns = 0  # first push of this round, on the recorder's clock
+    _latest: Push  # of this round, without its payload
 
     def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
         now_ns, round_ = self._recorder.clock(), self.round
         with self.lock:
+            if push.rank not in round_.view.ranks:
+                return [], 0  # it has just been lost
             if not round_.arrived:
                 self._first_ns = now_ns
             self._add(push)
             self._arrived(push, now_ns)
+            self._latest = push._replace(payload=_NOTHING, target=None)
             wait_ns = now_ns - self._first_ns if push.rank in round_.arrived else 0
-            return self._finish(push, push.header.step + 1 in upcoming) if round_.complete else [], wait_ns
+            return self._completed(upcoming) if round_.complete else [], wait_ns
+
+    def change_view(self, view: View, upcoming: Container[int] = ()) -> list[Answer]:
+        with self.lock:
+            self.round.view = view
+            return self._completed(upcoming) if self.round.arrived and self.round.complete else []
+
+    def _completed(self, upcoming: Container[int]) -> list[Answer]:
+        latest, ranks = self._latest, self.round.arrived
+        latest = latest._replace(header=latest.header._replace(generation=self._sets.number(ranks)))
+        return self._finish(latest, latest.header.step + 1 in upcoming)
 
     def missing(self, asking: int | None = None) -> list[int]:
         with self.lock:
@@ -145,13 +171,15 @@ class SumSlice(RoundSlice):
         self,
         recorder: Recorder,
         round_: SumRound,
+        sets: RankSets,
         parameters: ParameterShard | None = None,
         scalars: RoundScalars | None = None,
     ) -> None:
-        super().__init__(recorder, round_.format.nbytes, parameters)
+        super().__init__(recorder, round_.format.nbytes, sets, parameters)
         self.round, self._scalars, self._codec = round_, scalars, round_.format.codec
         feeds_back = parameters is None and self._codec is not None and self._codec.feeds_back
         self._residual: Floats | None = np.zeros(self.nbytes // 4, np.float32) if feeds_back else None
+        self._writer = 0  # the rank that writes what the program assigns
         self._targets: dict[int, Target] = {}  # of the ranks whose answer goes to shared memory
 
     def _add(self, push: Push) -> None:
@@ -167,10 +195,11 @@ class SumSlice(RoundSlice):
             payload, flags = self._sum(last)
         else:
             payload, flags = self._updated(self.parameters, self._scalars)
-        self._completed(push, self._first_ns, self.nbytes, push.header.index)
+        self._record(push, self._first_ns, self.nbytes, push.header.index)
         header, targets, self._targets = push.reply(flags), self._targets, {}
-        answers = [Answer((rank,), header, payload, target) for rank, target in targets.items()]
-        answers.append(Answer([rank for rank in self.round.view.ranks if rank not in targets], header, payload))
+        ranks = self.round.view.ranks
+        answers = [Answer((rank,), header, payload, target) for rank, target in targets.items() if rank in ranks]
+        answers.append(Answer([rank for rank in ranks if rank not in targets], header, payload))
         return answers
 
     def _sum(self, last: bool) -> tuple[memoryview | Encoding, int]:
@@ -193,6 +222,12 @@ class SumSlice(RoundSlice):
             step_scalars.skip(self.round.step)
             return self.round.finish(), WHOLE
         scalars = step_scalars.at(self.round.step)
+        if scalars.mark and self._writer not in self.round.arrived:
+            raise WorkerLostError(
+                f"rank {self._writer} was lost while it wrote the values that all ranks have assigned "
+                f"({self.round.label}): begin the job again, from its last checkpoint"
+            )
+        self._writer = self.round.view.ranks[0]
         parameters.take_put()
         updated = parameters.update(self.round.finish(), scalars)
         if self._codec is None:
@@ -206,8 +241,8 @@ class GatherSlice(RoundSlice):
 
     round: GatherRound
 
-    def __init__(self, recorder: Recorder, round_: GatherRound) -> None:
-        super().__init__(recorder, 0)
+    def __init__(self, recorder: Recorder, round_: GatherRound, sets: RankSets) -> None:
+        super().__init__(recorder, 0, sets)
         self.round = round_
 
     def _add(self, push: Push) -> None:
@@ -216,7 +251,7 @@ class GatherSlice(RoundSlice):
 
     def _finish(self, push: Push, last: bool) -> list[Answer]:
         result = self.round.finish()
-        self._completed(push, self._first_ns, len(result), NONE)
+        self._record(push, self._first_ns, len(result), NONE)
         answers = []
         for index, (offset, nbytes) in enumerate(cut(len(result), self.round.slice_bytes)):
             end = offset + nbytes
@@ -261,8 +296,8 @@ class RoundScalars:
                 self._step, self._by_rank = step + 1, {}
 
     def at(self, step: int) -> StepScalars:
-        """Rank 0's scalars of `step`, which is complete."""
+        """The first rank's scalars of `step`, which is complete."""
         with self._lock:
-            if step != self._step or 0 not in self._by_rank:
+            if step != self._step or not self._by_rank:
                 raise ProtocolError(f"step scalars of bucket '{self.name}' must come before the slices of step {step}")
-            return self._by_rank[0]
+            return self._by_rank[min(self._by_rank)]

@@ -98,7 +98,7 @@ class RemoteSlot:
     def from_first_rank(self) -> None:
         """Rank 0's value counts for all ranks, whatever others have assigned."""
         self.compared = False
-        if self._exchange.rank:
+        if not is_first(self._exchange):
             self.pending = None
 
     def offered(self) -> NDArray[np.float32]:
@@ -153,6 +153,11 @@ def pieces_of(variables: Sequence[Variable], rule: RemoteRule) -> list[RemotePie
     return pieces
 
 
+def is_first(exchange: Exchange) -> bool:
+    """Whether this worker is the first of those that take part: it writes what all have assigned."""
+    return exchange.view.ranks[0] == exchange.rank
+
+
 def value_of(component: Variable) -> Array:
     """The current value of a component, flat uint8, maybe without a copy."""
     return np.ascontiguousarray(component.numpy()).reshape(-1).view(np.uint8)
@@ -168,7 +173,7 @@ def bring(
     apart: bool,  # whether ranks step by themselves (mode "async")
 ) -> bytes:
     """Writes what `bucket` lacks, right before a push of it; returns the push's scalars."""
-    first, mark = exchange.rank == 0, 0
+    first, mark = is_first(exchange), 0
     writes: list[tuple[int, int, Array]] = []
     for index, piece in enumerate(pieces):
         parameter = piece.parameter

@@ -146,6 +146,7 @@ class Runtime:
     def __init__(self, exchange: Exchange, recorder: Recorder, wait_s: float) -> None:
         self.exchange, self.recorder, self.wait_s = exchange, recorder, wait_s
         self.spans = StepSpans(recorder, exchange.rank)
+        self.source = 0  # the rank whose values others take, the same on all: the first one, or after its loss another
         with tf.init_scope(), tf.device(HOST):
             self._messages = tf.queue.FIFOQueue(1_000_000, MESSAGE, name="tfps_send")
             self.queue = self._messages.queue_ref  # receives the messages of send ops
@@ -370,7 +371,7 @@ class Runtime:
                     # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
                     transfer.finish(graph_run, data if reply.sum is payload else tensor_of(reply.sum), self._no_indices)
                 else:
-                    indices, gathered = unpack_sparse(reply.parts or [])
+                    indices, gathered = unpack_sparse((reply.parts or {}).values())
                     transfer.finish(graph_run, tf.constant(gathered), tf.constant(indices))
             except Exception as error:  # neither its readers nor other workers may wait forever
                 self._break(transfer, error)

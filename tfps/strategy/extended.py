@@ -12,10 +12,12 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import tensorflow as tf
 
+from tfps.collectives import AllGather
 from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.exchange.interface import Exchange
 from tfps.graph import common_rows
+from tfps.graph.ops import HOST
 from tfps.graph.patches import replaced
 from tfps.graph.shares import Counted, LastBatch, counted, current_share, is_reducing_gradients, with_share
 from tfps.graph.tf_private import (
@@ -75,13 +77,16 @@ class Extended(mirrored_strategy.MirroredExtended):
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
         depth = self.policy.staging_depth(config.staging_depth)
-        self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
+        self.changes = config.min_workers is not None and workers > 1  # whether the number of workers may change
+        several = self._num_replicas_in_sync > 1
+        self.last_batch = LastBatch(len(self._devices), changes=self.changes) if several else None
         self.staging = None
         if depth:
             together = self.policy.together
             compares = workers > 1 and together and config.check_every > 0
             self.staging = Staging(runtime, self._devices, depth, self.last_batch, together=together, compares=compares)
         self._reductions = self.policy.reductions()
+        self._present = AllGather(runtime, "ranks that are present")
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
@@ -117,7 +122,7 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        return self._runtime.exchange.rank == 0
+        return self._runtime.exchange.view.place(self._runtime.exchange.rank) == 0
 
     should_save_summary = should_checkpoint
     experimental_between_graph = True
@@ -142,6 +147,17 @@ class Extended(mirrored_strategy.MirroredExtended):
             input_pipeline_id=self._runtime.exchange.rank,
             num_replicas_in_sync=self._num_replicas_in_sync,
         )
+
+    def agreed_ranks(self) -> tuple[int, ...]:
+        """The ranks that take part now, the same on all; every rank must call it."""
+        return tuple(self._present(b""))
+
+    def own_part(self, batch: Structure, ranks: Sequence[int]) -> list[Structure]:
+        """What the local replicas take of a whole batch that these ranks divide."""
+        own, rank = len(self._devices), self._runtime.exchange.rank
+        first = own * ranks.index(rank)
+        with tf.device(HOST):
+            return [datasets.part_of(first + each, own * len(ranks), batch) for each in range(own)]
 
     _experimental_distribute_dataset = datasets.distribute_dataset
     _distribute_datasets_from_function = datasets.distribute_datasets_from_function
@@ -289,7 +305,10 @@ class Extended(mirrored_strategy.MirroredExtended):
         if len(self._devices) > 1:
             local = own = self._sum_locally(own, replica, key, options)
             count = Counted()
-        if self._reductions.estimates:
+        mean = reduce_op == _MEAN and self.changes and not self._reductions.estimates
+        if mean:
+            summed = self._reductions.means(own, [len(self._devices)] * len(own), key)
+        elif self._reductions.estimates:
             local = own = self._reductions.estimated(own)
             summed, count = [identity(each) for each in own], Counted()
         else:
@@ -303,7 +322,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             reduction = Reduction(len(flat), count)
             for number, (gradient, result) in enumerate(zip(local, summed, strict=True)):
                 self.scheduler.note_reduced(Reduced(gradient, result, reduction, number in common))
-        if reduce_op == _MEAN:
+        if reduce_op == _MEAN and not mean:
             summed = [divide(each, self._num_replicas_in_sync) for each in summed]
         return tf.nest.pack_sequence_as(value, summed)
 
@@ -379,22 +398,23 @@ class Extended(mirrored_strategy.MirroredExtended):
                 return value
             raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
         flat = tf.nest.flatten(value)
-        local, counts = [], []  # local sums, and how many values they sum over all workers
+        local, counts = [], []  # local sums, and how many values each has
         for each in flat:
             if each is None and reduce_op == _MEAN:
                 continue  # kept as is, like in MirroredStrategy
             if isinstance(each, values.DistributedValues):
                 local.append(sum_locally(each.values))
-                counts.append(self._num_replicas_in_sync)
+                counts.append(len(self._devices))
             elif len(self._devices) == 1 or reduce_op == _MEAN:  # all local replicas have it
                 local.append(as_tensor(each))
-                counts.append(self._runtime.exchange.view.workers)
+                counts.append(1)
             else:
                 raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
         with tf.device(None):
-            summed = self._reductions.sum_all(local, self._cross_replica_key())
-        if reduce_op == _MEAN:
-            summed = [divide(each, count) for each, count in zip(summed, counts, strict=True)]
+            if reduce_op == _MEAN:
+                summed = self._reductions.means(local, counts, self._cross_replica_key())
+            else:
+                summed = self._reductions.sum_all(local, self._cross_replica_key())
         reduced = iter(summed)
         return tf.nest.pack_sequence_as(
             value, [each if each is None else self._to(next(reduced), destinations) for each in flat]

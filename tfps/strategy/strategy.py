@@ -30,6 +30,7 @@ from tfps.runtime.runtime import Runtime
 from tfps.runtime.trace_run import TraceRun, record_unattended
 from tfps.strategy.extended import Extended
 from tfps.strategy.patches import install_all
+from tfps.strategy.preemption import leave_on_sigterm
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.embedded import EmbeddedExchange
@@ -156,6 +157,8 @@ class Strategy(BaseStrategy):
         if self.extended.staging is not None:
             self._connection.users[self._user].callback(self.extended.staging.close)
         install_all()
+        if self.extended.changes:
+            leave_on_sigterm(self._runtime, None if self.extended.staging is None else self.extended.staging.lockstep)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -166,17 +169,17 @@ class Strategy(BaseStrategy):
                 "that, or gradients are too small; tfps takes the mean over all rows itself, so compute the loss of "
                 "the step's own rows, as in one process"
             )
-        return int(self.extended._num_replicas_in_sync)
+        return len(self.extended._devices) * self.num_workers
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
-        return self._runtime.exchange.rank
+        """This worker's place among those that take part, from 0. It may change if others are lost (`min_workers`)."""
+        return self._runtime.exchange.view.place(self._runtime.exchange.rank)
 
     @property
     def num_workers(self) -> int:
-        """How many workers train together."""
-        return self._runtime.exchange.view.workers
+        """How many workers train together now."""
+        return len(self._runtime.exchange.view.ranks)
 
     @property
     def pservers(self) -> tuple[str, ...]:

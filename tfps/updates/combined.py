@@ -12,18 +12,18 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import tensorflow as tf
 
-from tfps.collectives import AllReduce
+from tfps.collectives import AllReduce, from_source
 from tfps.errors import MismatchError, WaitTimeoutError
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
 from tfps.runtime.runtime import Runtime, indivisible
-from tfps.types import DType, Variable
+from tfps.types import Array, DType, Variable
 from tfps.updates.names import common_name, own_name
 
 logger = logging.getLogger("tfps")
@@ -47,8 +47,10 @@ class Combiner:
     """Tracks and combines what replicas write locally. Used by the threads that trace or run eagerly."""
 
     def __init__(self, runtime: Runtime, replicas: int) -> None:  # on this worker
-        self._runtime, self._total = runtime, replicas * runtime.exchange.view.workers
-        self.single = self._total == 1  # what the only replica of the job writes is the value
+        self._runtime, self._replicas = runtime, replicas
+        self.single = (
+            replicas * runtime.exchange.view.workers == 1
+        )  # what the only replica of the job writes is the value
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
         self._eager: dict[str, Variable] = {}
@@ -113,21 +115,31 @@ class Combiner:
 
     def _combine(self, variables: list[Variable], dtype: DType, total: AllReduce | None) -> None:
         """Combines in 64 bits: the mean of equal values is exact, and the order of summing does not matter."""
+
+        def exchange(is_source: bool) -> tuple[tuple[Array, Collection[int]], Collection[int]]:
+            own = self._own(variables, dtype, is_source)
+            found = (own, [self._runtime.exchange.rank]) if total is None else total.of_ranks(own)
+            return found, found[1]
+
+        sums, ranks = from_source(self._runtime, exchange)
+        pieces = np.split(sums, np.cumsum([math.prod(variable.shape) for variable in variables])[:-1])
+        for variable, piece in zip(variables, pieces, strict=True):
+            value = piece.reshape(variable.shape)
+            if variable.aggregation not in (tf.VariableAggregation.SUM, _ONLY_FIRST):
+                value = value / (self._replicas * len(ranks))
+            variable.take_combined(value.astype(variable.dtype.as_numpy_dtype))
+
+    def _own(self, variables: list[Variable], dtype: DType, is_source: bool) -> Array:
+        """What this worker adds, flat: of those of which the first replica's value counts only if it has that."""
         own = []
         for variable in variables:
             first, *others = (component.numpy().astype(dtype) for component in variable._values)
             if variable.aggregation != _ONLY_FIRST:
                 first = sum(others, first)
-            elif self._runtime.exchange.rank:
+            elif not is_source:
                 first = np.zeros_like(first)
             own.append(np.reshape(first, -1))
-        sums = np.concatenate(own) if total is None else total(np.concatenate(own))
-        pieces = np.split(sums, np.cumsum([each.size for each in own])[:-1])
-        for variable, piece in zip(variables, pieces, strict=True):
-            value = piece.reshape(variable.shape)
-            if variable.aggregation not in (tf.VariableAggregation.SUM, _ONLY_FIRST):
-                value = value / self._total
-            variable.take_combined(value.astype(variable.dtype.as_numpy_dtype))
+        return np.concatenate(own)
 
     def _sum_of(self, variables: list[Variable], dtype: DType) -> AllReduce | None:
         """Declares the exchange that combines `variables`; None with a single worker."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from tfps.collectives import Broadcast, FixedBroadcast
 from tfps.errors import MismatchError
@@ -125,7 +126,7 @@ class InitialValues:
                 return  # each rank's own
             if _on_read(variable):
                 variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
-            elif rank > 0:
+            elif rank != self._runtime.source:
                 if used and variable.trainable and _bytes(variable).tobytes() != np.asarray(value).tobytes():
                     different.append(common_name(variable))
                 for component in variable.values:  # waits for pending updates
@@ -146,13 +147,15 @@ class InitialValues:
 
     def _sum(self, variables: list[Variable], progress: Progress, done: int, take: Take) -> int:
         """Exchanges variables of a fixed size after `done` bytes; returns how many bytes are done then."""
-        total, payload = sum(map(_nbytes, variables)), None
+        total = sum(map(_nbytes, variables))
         broadcast = FixedBroadcast(self._runtime, INITIAL_VALUES, total, **_named(variables))
         broadcast.declare()
-        if self._runtime.exchange.rank == 0:
-            payload = np.concatenate([_bytes(variable) for variable in variables])
+
+        def own() -> NDArray[np.uint8]:
+            return np.concatenate([_bytes(variable) for variable in variables])
+
         with indivisible(self._runtime.exchange, INITIAL_VALUES):
-            received, start = broadcast(payload, lambda part: progress.show(done + part * total)), 0
+            received, start = broadcast(own, lambda part: progress.show(done + part * total)), 0
             for variable in variables:
                 value = received[start : start + _nbytes(variable)].view(variable.dtype.as_numpy_dtype)
                 take(variable, value.reshape(variable.shape))
@@ -163,14 +166,15 @@ class InitialValues:
 
     def _gather(self, variables: list[Variable], take: Take) -> None:
         """Exchanges variables whose size in bytes only rank 0 knows."""
-        broadcast, payload = Broadcast(self._runtime, INITIAL_VALUES, **_named(variables)), b""
+        broadcast = Broadcast(self._runtime, INITIAL_VALUES, **_named(variables))
         broadcast.declare()
-        if self._runtime.exchange.rank == 0:
+
+        def own() -> bytes:
             values = [tf.io.serialize_tensor(variable.values[0]).numpy() for variable in variables]
-            payload = b"".join([np.array([len(value) for value in values], np.int64).tobytes(), *values])
+            return b"".join([np.array([len(value) for value in values], np.int64).tobytes(), *values])
+
         with indivisible(self._runtime.exchange, INITIAL_VALUES):
-            (first,) = broadcast(payload)
-            start = 8 * len(variables)
+            first, start = broadcast(own), 8 * len(variables)
             for variable, size in zip(variables, np.frombuffer(first[:start], np.int64).tolist(), strict=True):
                 take(variable, tf.io.parse_tensor(first[start : start + size], variable.dtype))
                 start += size

@@ -124,19 +124,22 @@ class Invariants:
 
     def _compare(self, reply: Reply) -> None:
         """Compares the rows of all ranks. Called by the update executor."""
-        said = [np.frombuffer(part, np.int64).reshape(-1, _WIDTH) for part in reply.parts or []]  # none: a failure
-        if all((each == said[0]).all() for each in said):
+        parts = reply.parts or {}  # none: a failure
+        said = {rank: np.frombuffer(part, np.int64).reshape(-1, _WIDTH) for rank, part in parts.items()}
+        if all((each == next(iter(said.values()))).all() for each in said.values()):
             return
-        different: tuple[_Subject, int, Array] | None = None
+        different: tuple[_Subject, int, Array, list[int]] | None = None
         with self._lock:
-            for rank, rows in enumerate(said):
+            for rank, rows in said.items():
                 for row in rows[rows[:, 0] != 0]:
                     self._awaited.setdefault((int(row[1]), int(row[0])), {})[rank] = row
-            for round_, number in sorted(key for key, rows in self._awaited.items() if len(rows) == len(said)):
+            for round_, number in sorted(
+                key for key, by_rank in self._awaited.items() if by_rank.keys() >= said.keys()
+            ):
                 by_rank = self._awaited.pop((round_, number))
-                rows = np.stack([by_rank[rank] for rank in range(len(said))])
+                rows = np.stack([by_rank[rank] for rank in sorted(by_rank)])
                 if different is None and (rows != rows[0]).any():
-                    different = self._subjects[number], round_, rows
+                    different = self._subjects[number], round_, rows, sorted(by_rank)
         if different is not None:
             self._runtime.exchange.fail(MismatchError(_difference(*different)))
 
@@ -225,17 +228,17 @@ def _odd(count: int) -> Array:
     return np.random.default_rng(1).integers(-(2**63), 2**63 - 1, count, np.int64) | 1
 
 
-def _difference(subject: _Subject, round_: int, rows: Array) -> str:
+def _difference(subject: _Subject, round_: int, rows: Array, ranks: Sequence[int]) -> str:
     step = f"at step {round_ + 1} of {_names(subject.weights)}"
     for column, (label, is_float) in enumerate(zip(subject.labels, subject.floating, strict=True), 3):
         values = rows[:, column]
         if (values != values[0]).any():
             shown = values.view(np.float64) if is_float else values
-            what = f"{label} is {by_value(shown, hexadecimal if is_float is None else decimal)}"
+            what = f"{label} is {by_value(shown, hexadecimal if is_float is None else decimal, ranks)}"
             break
     else:
         what = (
-            f"the weights after the update have checksum {by_value(rows[:, 2], hexadecimal)} (processors of "
+            f"the weights after the update have checksum {by_value(rows[:, 2], hexadecimal, ranks)} (processors of "
             "different kinds may round differently)"
         )
     return (
@@ -245,12 +248,12 @@ def _difference(subject: _Subject, round_: int, rows: Array) -> str:
     )
 
 
-def by_value(values: Structure, shown: Callable[[Value], str]) -> str:
-    """Returns which ranks have which value: `0.1 on rank 0, 2 and 0.2 on rank 1`."""
-    ranks: dict[bytes, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value.tobytes(), []).append(rank)
-    return " and ".join(f"{shown(values[who[0]])} on rank {', '.join(map(str, who))}" for who in ranks.values())
+def by_value(values: Structure, shown: Callable[[Value], str], ranks: Sequence[int]) -> str:
+    """Returns which of `ranks`, each with its value, have which: `0.1 on rank 0, 2 and 0.2 on rank 1`."""
+    found: dict[bytes, tuple[Value, list[int]]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        found.setdefault(value.tobytes(), (value, []))[1].append(rank)
+    return " and ".join(f"{shown(value)} on rank {', '.join(map(str, who))}" for value, who in found.values())
 
 
 def decimal(value: Value) -> str:

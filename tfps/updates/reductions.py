@@ -40,8 +40,9 @@ _group_keys = itertools.count(1 << 30, 3)  # TensorFlow's own groups of devices 
 class Reductions:
     """Sums over the workers; in a graph, if these do not step together (`estimates`), by this worker's part alone."""
 
-    def __init__(self, runtime: Runtime, *, estimates: bool) -> None:
+    def __init__(self, runtime: Runtime, *, estimates: bool, changes: bool = False) -> None:
         self._runtime, self.estimates = runtime, estimates
+        self.changes = changes  # whether the number of workers may change
 
     def estimated(self, values: list[Value]) -> list[Value]:
         """Returns the sums of `values` over the workers if all workers had the same."""
@@ -58,6 +59,25 @@ class Reductions:
         if self.estimates and not eagerly:
             return self.estimated(values)
         return [self._sum(value, () if eagerly else (*key, index)) for index, value in enumerate(values)]
+
+    def means(self, sums: list[Value], counts: Sequence[int], key: tuple[Hashable, ...]) -> list[Value]:
+        """Returns the means over all workers of what `counts` values on each of them add up to `sums`."""
+        workers = self._runtime.exchange.view.workers
+        if not self.changes:
+            totals = self.sum_all(sums, key)
+            return [divide(total, count * workers) for total, count in zip(totals, counts, strict=True)]
+        # A lost worker is in all of an exchange or in nothing of it, so the number of values travels with their sum.
+        dense = [each.values if isinstance(each, tf.IndexedSlices) else each for each in sums]
+        if any(isinstance(each, tf.IndexedSlices) for each in sums):
+            raise UnsupportedError("a mean of IndexedSlices does not work with min_workers; take the mean of a tensor")
+        flat = [
+            tf.concat([tf.reshape(each, [-1]), tf.cast([count], each.dtype)], 0)
+            for each, count in zip(dense, counts, strict=True)
+        ]
+        return [
+            tf.reshape(divide(total[:-1], total[-1]), tf.shape(each))
+            for total, each in zip(self.sum_all(flat, key), dense, strict=True)
+        ]
 
     def gather(self, components: list[tf.Tensor], axis: Value, key: tuple[Hashable, ...]) -> tf.Tensor:
         """Concatenates all replicas' `components` along `axis`, in their order; only the sizes along it may differ."""
@@ -105,8 +125,10 @@ class Reductions:
         data, _ = self._exchange(key, spec, graph_ops.to_bytes(value), tf.constant([], tf.uint8))
         flat = graph_ops.from_bytes(data, value.dtype)
         if spec.kind == "gather":
-            workers = self._runtime.exchange.view.workers
-            flat = tf.reduce_sum(tf.reshape(flat, [workers, -1]), 0)  # raises if the ranks' sizes differ
+            size = tf.size(
+                value
+            )  # reshaping raises if the ranks' sizes differ; without items there are no ranks to see
+            flat = tf.reduce_sum(tf.reshape(flat, tf.stack([-1, tf.maximum(size, 1)])), 0)[:size]
         summed = tf.cast(tf.reshape(flat, tf.shape(value)), value.dtype)
         summed.set_shape(value.shape)
         return summed
@@ -124,7 +146,7 @@ class Reductions:
             return pulled
         if spec.kind == "gather":
             parts = AllGather(self._runtime, spec.name)(pack_sparse(indices.numpy(), data.numpy()))
-            indices, data = map(tf.constant, unpack_sparse(parts))
+            indices, data = map(tf.constant, unpack_sparse(parts.values()))
         else:
             total = AllReduce(self._runtime, spec.name, [spec.nbytes // np.dtype(spec.dtype).itemsize], spec.dtype)
             data = tf.constant(total(data.numpy().view(total.dtype)).view(np.uint8))
@@ -163,7 +185,7 @@ def identity(value: Value) -> Value:
     return tf.identity(value)
 
 
-def divide(value: Value, count: int) -> Value:
+def divide(value: Value, count: int | tf.Tensor) -> Value:
     """Returns `value / count` in the dtype of `value`: what MEAN does after SUM."""
     if isinstance(value, tf.IndexedSlices):
         return with_values(value, lambda each: divide(each, count))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,7 @@ from tfps.exchange.interface import Reply
 from tfps.input import first_batches
 from tfps.input.staging import Staging
 from tfps.runtime.runtime import Runtime
-from tfps.types import Array, Variable
+from tfps.types import Array, Buffer, Variable
 from tfps.updates.combined import Combiner
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.invariants import by_value, decimal, hexadecimal
@@ -63,7 +63,7 @@ class States:
             if isinstance(reply.error, MismatchError):  # another rank compared first
                 raise reply.error
             if reply.error is None:
-                self._check(reply.parts or [], own, "when the strategy was closed")
+                self._check(reply.parts or {}, own, "when the strategy was closed")
 
     def _own(self, *, statistics: bool) -> dict[int, tuple[Variable, int]]:
         """Returns this rank's variables with what stands for their value; `statistics`: with what has been combined."""
@@ -79,8 +79,8 @@ class States:
                 found[number] = variable, _number(variable._values[0].numpy())
         return found
 
-    def _check(self, parts: Sequence[bytes], own: dict[int, tuple[Variable, int]], when: str) -> None:
-        pairs = [np.frombuffer(part, np.int64).reshape(-1, 2).T.tolist() for part in parts]
+    def _check(self, parts: Mapping[int, Buffer], own: dict[int, tuple[Variable, int]], when: str) -> None:
+        pairs = [np.frombuffer(part, np.int64).reshape(-1, 2).T.tolist() for part in parts.values()]
         ranks = [dict(zip(numbers, values, strict=True)) for numbers, values in pairs]
         # What the ranks have read has negative numbers; others mean that they have not the same data sets.
         read = [sorted((number for number in rank if number < 0), reverse=True) for rank in ranks]
@@ -92,7 +92,7 @@ class States:
             if different:
                 first = min(different, key=lambda number: (own[number][0].shape.rank > 0, number))  # others follow it
                 numbers = [rank[first] for rank in ranks]
-                raise MismatchError(_difference(own[first][0], numbers, len(different) - 1, when))
+                raise MismatchError(_difference(own[first][0], numbers, list(parts), len(different) - 1, when))
         except MismatchError as error:
             self._runtime.exchange.fail(error)
             raise
@@ -112,12 +112,12 @@ def _number(value: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
-def _difference(variable: Variable, numbers: Sequence[int], more: int, when: str) -> str:
+def _difference(variable: Variable, numbers: Sequence[int], ranks: Sequence[int], more: int, when: str) -> str:
     values, dtype = np.array(numbers, np.int64), variable.dtype
     if variable.shape.rank == 0 and (dtype.is_floating or dtype.is_integer):
-        what = by_value(values.view(np.float64) if dtype.is_floating else values, decimal)
+        what = by_value(values.view(np.float64) if dtype.is_floating else values, decimal, ranks)
     else:
-        what = by_value(values, lambda value: f"checksum {hexadecimal(value)}")
+        what = by_value(values, lambda value: f"checksum {hexadecimal(value)}", ranks)
     others = f" ({more} more variables differ)" if more else ""
     return (
         f"the workers are no longer alike {when}: {own_name(variable)} is {what}{others}. What is changed between "

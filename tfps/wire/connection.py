@@ -37,7 +37,7 @@ class Receiver(Protocol):
         """Takes a data frame; its payload is where `memory` said, or in shared memory at `place`, else new."""
 
     def notice(self, header: Header, payload: memoryview) -> None:
-        """Takes a LAYOUT or a TRACE, which only workers get, or SCALARS, which only pservers get."""
+        """Takes a LAYOUT, TRACE, RANKS or LOST, which only workers get, or SCALARS, which only pservers get."""
 
 
 def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
@@ -50,7 +50,9 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
         receiver.data(header, payload, place)
     elif header.kind == Kind.ACK:
         queue.acked(header.received)
-    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS):
+    elif header.kind == Kind.BEAT:
+        pass
+    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS, Kind.RANKS, Kind.LOST):
         receiver.notice(header, payload)
     elif header.kind == Kind.ERROR:
         return frames.decode_error(header, payload)
@@ -96,6 +98,7 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
 def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
     """Takes incoming frames of a stream to its end, or to the error that the other end sends, which it returns."""
     for message in messages:
+        queue.heard()
         header, payload = frames.decode(message)
         del message
         if (error := take(header, payload, data, queue, receiver)) is not None:
@@ -263,6 +266,7 @@ class Connection:
         head = memoryview(bytearray(PART_BYTES))
         more = False  # whether `head` has been received already
         while more or self._fill(head, may_end=True):
+            queue.heard()
             part = decode_part(head)
             payload: memoryview | None = memoryview(b"")
             if part.nbytes:

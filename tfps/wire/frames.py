@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -37,13 +37,16 @@ class Kind(enum.IntEnum):
     LAYOUT = 5
     TRACE = 6
     SCALARS = 8
+    BEAT = 9
+    RANKS = 10
+    LOST = 11
 
 
 class Header(NamedTuple):
     """The header of a frame.
 
-    An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT none; a TRACE `step` (number of the capture) and
-    `index` (1 begins, 0 ends); SCALARS `bucket` and `step`.
+    An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT and a BEAT none; a TRACE `step` (number of the
+    capture) and `index` (1 begins, 0 ends); SCALARS `bucket` and `step`; RANKS `generation`; LOST `index` (a rank).
     """
 
     kind: int
@@ -53,8 +56,10 @@ class Header(NamedTuple):
     priority: int = 0
     step: int = 0
     received: int = 0  # payload bytes that the sender of this frame has received so far on the other stream
-    generation: int = 0  # of the view that the frame belongs to; ACK and ERROR belong to the stream, and have 0
+    generation: int = 0  # of a REPLY: the number of the set of ranks whose pushes are in it; see RankSets
 
+
+BEAT = _LAYOUT.pack(Kind.BEAT, *[0] * 7)  # a sign of life
 
 _KINDS = frozenset(Kind)
 _CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a number
@@ -109,6 +114,18 @@ def _unpack(data: bytes | bytearray | memoryview) -> Header:
     if flags & ~_ALL_FLAGS:
         raise ProtocolError(f"unknown flags of a frame must be 0, got flags {flags}")
     return Header(kind, flags, bucket, index, priority, step, received, generation)
+
+
+def encode_ranks(number: int, ranks: Collection[int]) -> bytes:
+    """RANKS: `number` of a REPLY means these ranks."""
+    return encode(Header(Kind.RANKS, generation=number), np.asarray(sorted(ranks), "<u4").tobytes())
+
+
+def decode_ranks(payload: memoryview) -> tuple[int, ...]:
+    """The ranks in a RANKS frame, ascending."""
+    if not len(payload) or len(payload) % 4:
+        raise ProtocolError(f"RANKS must have 4 bytes for each rank, got {len(payload)} bytes")
+    return tuple(np.frombuffer(payload, "<u4").tolist())
 
 
 def error_code(error: TfpsError) -> int:

@@ -21,6 +21,7 @@ from tfps.wire.frames import Header, encode
 from tfps.wire.shared_memory import Target
 
 LEAST_S = 0.02  # shorter measurements say nothing
+SILENT_S = 5.0  # without a sign of life; the other end sends a heartbeat every second
 _MAX_PARTS = 64  # per call of `take_parts`
 _RECEIPT_BYTES = 2**20  # over a data connection an ACK is due after so many, if no frame carries the receipt
 
@@ -156,6 +157,17 @@ class SendQueue:
         self._busy = Throughput()
         self._closed = False
         self._failure: TfpsError | None = None
+        self._heard_s = time.monotonic()  # written and read without the lock
+
+    def heard(self) -> None:
+        """Notes a sign of life of the other end."""
+        self._heard_s = time.monotonic()
+
+    def silent_s(self, *, renew: bool = False) -> float:
+        """Seconds since the last sign of life; `renew`: counts from now on."""
+        if renew:
+            self.heard()
+        return time.monotonic() - self._heard_s
 
     def put(self, items: Iterable[Outgoing]) -> None:
         """Adds frames; those of equal priority keep their order. Ignored after `close` and `fail`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,10 +19,9 @@ from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.codecs import ITEM_BYTES, Floats
 from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply, declared
 from tfps.exchange.layout import Cutting, Placer, Slice, cut, cut_sum
-from tfps.membership.view import View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind
+from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind, decode_ranks
 from tfps.wire.send_queue import Encoding, Outgoing
 from tfps.wire.shared_memory import Place, Region, Sharing, aligned_empty
 
@@ -37,7 +36,6 @@ class Push:
     on_reply: OnReply
     whole: bool = False  # of the residual, which is not encoded
     step_scalars: bytes = b""
-    view: View = field(init=False)  # in force when it began; its round is of that view
     step: int = 0
     started_s: float = 0.0
     region: Region | None = None  # for slices of pservers on this host; holds the whole result
@@ -46,6 +44,9 @@ class Push:
     placed: set[int] = field(default_factory=set)  # the ones received directly into `buffer`
     copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
+    ranks: Collection[int] = ()  # whose pushes are in what has arrived
+    torn: bool = False  # whether some slices have other ranks' than others
+    without: dict[int, list[int]] = field(default_factory=dict)  # by rank: the slices that lack its push
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class PushedBucket:
 
     spec: BucketSpec
     cutting: Cutting  # of the current push
+    everybody: frozenset[int] = frozenset()  # the ranks with which the job was started
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
     steps: int = 0
     started_s: float = 0.0  # when the last step began
@@ -66,21 +68,27 @@ class PushedBucket:
     residual: Floats | None = None
 
     @classmethod
-    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer) -> PushedBucket:
+    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, workers: int) -> PushedBucket:
         """One that has just been declared."""
+        everybody = frozenset(range(workers))
         if spec.kind == "gather":
-            return cls(spec, Cutting([], [placer.place_gather()]))
+            return cls(spec, Cutting([], [placer.place_gather()]), everybody)
         feeds_back = spec.codec is not None and spec.codec.feeds_back
         residual = np.zeros(spec.nbytes // ITEM_BYTES, np.float32) if feeds_back else None
-        return cls(spec, cut_sum(spec, slice_bytes, placer), residual=residual)
+        return cls(spec, cut_sum(spec, slice_bytes, placer), everybody, residual=residual)
 
-    def start_next(self, view: View) -> Push | None:
+    @property
+    def is_atomic(self) -> bool:
+        """Whether all slices must have the same ranks' pushes: not gradients, of which a lost rank's parts count."""
+        return self.spec.kind == "sum" and self.spec.occasional and self.spec.update is None
+
+    def start_next(self) -> Push | None:
         """Starts and returns the oldest waiting push, if none is outstanding and it may start. Caller holds lock."""
         if self.current is not None or not self.waiting or self.steps == self.hold_at:
             return None
         self.cutting = self.next.pop(self.steps, self.cutting)
         self.current = push = self.waiting.popleft()
-        push.view, push.step, push.started_s = view, self.steps, time.monotonic()
+        push.step, push.started_s = self.steps, time.monotonic()
         self.started_s = push.started_s
         self.steps += 1
         return push
@@ -107,14 +115,14 @@ class PushedBucket:
             push.payload = memoryview(b"") if self.residual is None else self.residual.copy().view(np.uint8).data
         elif codec is None and is_sum and memory.arena and memory.pservers.intersection(owners):
             push.region = memory.arena.allocate(self.spec.nbytes)
-        payload, generation = push.payload, push.view.generation
+        payload = push.payload
         flags = (EMPTY if payload is None else 0) | (WHOLE if push.whole else 0)
         slices = self.cutting.slices if is_sum else cut(0 if payload is None else len(payload), piece_bytes)
         for index, piece in enumerate(slices):
             first, end = piece.offset, piece.offset + piece.nbytes
             owner = owners[index if is_sum else 0]
             own = flags if is_sum or index < len(slices) - 1 else flags | LAST
-            header = Header(Kind.PUSH, own, number, index, self.spec.priority, push.step, generation=generation)
+            header = Header(Kind.PUSH, own, number, index, self.spec.priority, push.step)
             part = None if payload is None else payload[first:end]
             if codec is not None and part is not None:
                 residual = None if self.residual is None else self.residual[first // ITEM_BYTES : end // ITEM_BYTES]
@@ -137,12 +145,23 @@ class PushedBucket:
         push.placed.add(header.index)
         return out.data
 
-    def take(self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None) -> Reply | None:
-        """Takes one frame of the reply to `push`, or what is at its `place`; returns the reply once complete."""
+    def take(
+        self,
+        pserver: int,
+        push: Push,
+        header: Header,
+        payload: memoryview,
+        place: Place | None,
+        ranks: Collection[int] = (),
+    ) -> Reply | None:
+        """Takes one frame of the reply to `push`, or what is at its `place`; returns the reply once complete.
+
+        `ranks`: whose pushes are in it.
+        """
         if self.spec.kind == "gather":
             if place is not None:
                 raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
-            return self._take_piece(pserver, push, header, payload)
+            return self._take_piece(pserver, push, header, payload, ranks)
         index, where = header.index, self._where(pserver, header, None if place else len(payload))
         if place is not None:
             expected = None if push.region is None else push.region.place(where.offset, where.nbytes)
@@ -158,8 +177,13 @@ class PushedBucket:
             elif place is None:
                 np.copyto(out, np.frombuffer(payload, np.uint8))
         with self.lock:
+            push.torn |= bool(push.copied) and ranks != push.ranks
             push.copied.add(index)
-            return Reply(sum=push.buffer) if len(push.copied) == len(self.cutting.slices) else None
+            push.ranks = ranks
+            for rank in self.everybody.difference(ranks):
+                push.without.setdefault(rank, []).append(index)
+            whole = len(push.copied) == len(self.cutting.slices)
+            return Reply(sum=push.buffer, ranks=ranks) if whole else None
 
     def _where(self, pserver: int, header: Header, nbytes: int | None) -> Slice:
         """The slice that a frame has, of `nbytes` unless they are in shared memory."""
@@ -185,7 +209,9 @@ class PushedBucket:
                 push.buffer = aligned_empty(self.spec.nbytes) if push.region is None else push.region.array
             return push.buffer[where.offset : where.offset + where.nbytes]
 
-    def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview) -> Reply | None:
+    def _take_piece(
+        self, pserver: int, push: Push, header: Header, payload: memoryview, ranks: Collection[int]
+    ) -> Reply | None:
         index, expected = header.index, len(push.parts)
         if self.cutting.owners[0] != pserver or index != expected:
             raise ProtocolError(f"piece {expected} of bucket '{self.spec.name}' must come next, got {index}")
@@ -193,7 +219,7 @@ class PushedBucket:
         if not header.flags & LAST:
             return None
         result = push.parts[0] if len(push.parts) == 1 else memoryview(b"".join(push.parts))
-        return Reply(parts=list(split_gathered(result, push.view)))
+        return Reply(parts=split_gathered(result, sorted(ranks)), ranks=ranks)
 
 
 class Incoming:
@@ -207,9 +233,12 @@ class Incoming:
         recorder: Recorder,
         start_next: Callable[[int, PushedBucket], None],
         on_notice: Callable[[int, Header, memoryview], None],
+        on_missing: Callable[[PushedBucket, Push], None],
+        everybody: Sequence[int],
     ) -> None:
         self._pserver, self._buckets, self._state, self._recorder = pserver, buckets, state, recorder
-        self._start_next, self._on_notice = start_next, on_notice
+        self._start_next, self._on_notice, self._on_missing = start_next, on_notice, on_missing
+        self._sets: dict[int, tuple[int, ...]] = {1: tuple(everybody)}  # of ranks, by number; see RankSets
 
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
         if header.kind != Kind.REPLY or header.flags & SHARED:
@@ -224,17 +253,28 @@ class Incoming:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
         if push is None:
             return
-        if (reply := bucket.take(self._pserver, push, header, payload, place)) is None:
+        if (ranks := self._sets.get(header.generation)) is None:
+            raise ProtocolError(f"generation of a reply must be one that was told (RANKS), got {header.generation}")
+        if (reply := bucket.take(self._pserver, push, header, payload, place, ranks)) is None:
             return
+        again = push.torn and bucket.is_atomic
         with bucket.lock:
             if bucket.current is not push:
                 return  # already answered by a failure
             bucket.current = None
+            if again:  # all ranks see the same slices, so all push again
+                bucket.waiting.appendleft(Push(push.payload, push.on_reply))
             self._start_next(header.bucket, bucket)
-        push.on_reply(reply)
+        if push.without and not bucket.spec.occasional:
+            self._on_missing(bucket, push)
+        if not again:
+            push.on_reply(reply)
 
     def notice(self, header: Header, payload: memoryview) -> None:
-        self._on_notice(self._pserver, header, payload)
+        if header.kind == Kind.RANKS:
+            self._sets[header.generation] = decode_ranks(payload)
+        else:
+            self._on_notice(self._pserver, header, payload)
 
     def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
         """The bucket and the push that a reply answers; no push once the exchange has ended."""
@@ -245,7 +285,6 @@ class Incoming:
                 if self._state.end is not None:
                     return bucket, None
                 raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
-            push.view.check(header.generation)
             if header.step != push.step:
                 raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
             return bucket, push

@@ -66,11 +66,11 @@ class EmbeddedExchange:
         if (end := self._failures.end) is not None:
             on_reply(Reply(error=end))
         elif spec.kind == "gather":
-            on_reply(Reply(parts=[b"" if payload is None else payload]))
+            on_reply(Reply(parts={0: b"" if payload is None else payload}, ranks=(0,)))
         elif spec.update is not None:
             on_reply(Reply(sum=self._update(bucket, bytes(spec.nbytes) if view is None else view, step_scalars)))
         else:
-            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
+            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload, ranks=(0,)))
 
     def _update(self, bucket: int, gradient: Buffer, step_scalars: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import os
 import socket
 import threading
@@ -19,18 +21,22 @@ from tfps.exchange.interface import BucketSpec, FailureListener, FailureState, L
 from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
+from tfps.threads import Heartbeat
 from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
+from tfps.wire import frames
 from tfps.wire.control import Pserver, layout_of
 from tfps.wire.frames import Header, Kind, encode
 from tfps.wire.paths import Opening, WorkerStream
-from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.send_queue import SILENT_S, Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing, tune_malloc
 from tfps.worker.bucket import Incoming, Push, PushedBucket
 from tfps.worker.captures import WorkerCaptures
 from tfps.worker.client import PserverClient, WaitLog
+from tfps.worker.losses import Losses
 from tfps.worker.tuner import Tuner
 
+logger = logging.getLogger("tfps")
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
 
 
@@ -63,6 +69,7 @@ class Worker:
         self._failures = FailureState()
         self._buckets: list[PushedBucket] = []
         self._declaring = threading.Lock()  # serializes declarations
+        self._changing_view = threading.Lock()  # serializes changes of the view
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
@@ -83,9 +90,12 @@ class Worker:
             for index in range(len(addresses))
         ]
         self._streams: list[WorkerStream] = []
+        self._losses = Losses()
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
+            if config.min_workers is not None:
+                Heartbeat("tfps-heartbeat", self._beat)
             self._join(job, workers or 0, deadline_s)
             self._placer = Placer(self.view.pservers, config.placement)
             for pserver in self._pservers:
@@ -162,7 +172,31 @@ class Worker:
 
     def set_residual(self, bucket: int, values: Floats) -> None:
         if (residual := self._buckets[bucket].residual) is not None:
-            residual[...] = values if self.rank == 0 else 0
+            residual[...] = values if self._is_chief else 0
+
+    # Other workers
+
+    @property
+    def _is_chief(self) -> bool:
+        return self.view.ranks[0] == self.rank
+
+    def _beat(self, late: bool) -> bool:
+        """Sends a heartbeat to every pserver, and fails if one is silent, unless this process was `late`."""
+        for pserver, queue in list(zip(self._pservers, self._queues, strict=True))[: len(self._streams)]:
+            queue.put_urgent(frames.BEAT)
+            if (silent_s := queue.silent_s(renew=late)) > SILENT_S:
+                self.fail(PserverLostError(f"pserver {pserver.address} has been silent for {silent_s:.1f} s"))
+        self._losses.log()
+        return self._failures.end is None
+
+    def _lost(self, rank: int, what: str) -> None:
+        """Goes on without `rank`; repeated calls, one for each pserver, have no effect."""
+        with self._changing_view:
+            view = self.view
+            if rank not in view.ranks or rank == self.rank:
+                return
+            self._client.membership = dataclasses.replace(self._client.membership, view=view.next(left=[rank]))
+        logger.warning("tfps: %s; %d workers go on", what, len(self.view.ranks))
 
     # Joining and leaving
 
@@ -174,7 +208,17 @@ class Worker:
         for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s)):
             pserver, queue = self._pservers[index], self._queues[index]
             path = opening.open(pserver, index, queue, joined.data_port, self._client.membership)
-            incoming = Incoming(index, self._buckets, self._failures, self._recorder, self._start_next, self._notice)
+            incoming = Incoming(
+                index,
+                self._buckets,
+                self._failures,
+                self._recorder,
+                self._start_next,
+                self._notice,
+                self._losses.note,
+                range(self.view.workers),
+            )
+            queue.heard()
             self._streams.append(WorkerStream(path, pserver.address, index, queue, incoming, self.fail, self._when))
             if joined.shared_memory:
                 self._memory.pservers.add(index)
@@ -244,11 +288,12 @@ class Worker:
                 if self._failures.end is None:
                     self.fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
-            if self.rank == 0 and any(map(tunable, specs)):
+            if self._is_chief and any(map(tunable, specs)):
                 self._tuner.probe()
             self._cpu_s = self._cpu_s or self._client.cpu_s()
             first, size = len(self._buckets), self.config.first_slice_bytes
-            self._buckets.extend(PushedBucket.new(spec, size, self._placer) for spec in specs)
+            workers = self.view.workers
+            self._buckets.extend(PushedBucket.new(spec, size, self._placer, workers) for spec in specs)
             return list(range(first, len(self._buckets)))
 
     def _encoding_failed(self, error: Exception) -> TfpsError:
@@ -282,10 +327,12 @@ class Worker:
                 self._start_next(number, bucket)
 
     def _notice(self, pserver: int, header: Header, payload: memoryview) -> None:
-        """Handles a TRACE or a layout: the first pserver's layout recuts the buckets, each sets its own window."""
-        self.view.check(header.generation)
+        """Handles a TRACE, a LOST or a layout: the first pserver's recuts the buckets, each sets its own window."""
         if header.kind == Kind.TRACE:
             self.captures.take(header)
+            return
+        if header.kind == Kind.LOST:
+            self._lost(header.index, bytes(payload).decode("utf-8", "replace"))
             return
         layout = layout_of(pb.Layout.FromString(bytes(payload)))
         self._cut_anew(layout)
@@ -317,14 +364,14 @@ class Worker:
 
     def _start_next(self, number: int, bucket: PushedBucket) -> None:
         """Sends the oldest waiting push if none is outstanding. Caller holds the bucket's lock."""
-        if (push := bucket.start_next(self.view)) is None:
+        if (push := bucket.start_next()) is None:
             return
         self._step = max(self._step, push.step)
         shards: list[list[Outgoing]] = [[] for _ in self._queues]
         size = self.config.first_slice_bytes
         for owner, item in bucket.frames(number, push, size, self._memory, self._encoding_failed):
             shards[owner].append(item)
-        header = Header(Kind.SCALARS, bucket=number, step=push.step, generation=push.view.generation)
+        header = Header(Kind.SCALARS, bucket=number, step=push.step)
         scalars = push.step_scalars and encode(header, push.step_scalars)
         for queue, items in zip(self._queues, shards, strict=True):
             if items and scalars:
@@ -337,7 +384,7 @@ class Worker:
     def _watch_deadlines(self) -> None:
         limit_s = self.config.step_timeout_s
         while not self._wake.wait(min(1.0 if self._tuner.done else 0.1, limit_s / 4)):
-            if self.rank == 0:
+            if self._is_chief:
                 with contextlib.suppress(TfpsError):  # it has failed the exchange
                     self._tuner.look(list(self._buckets))
             self._waits.look()

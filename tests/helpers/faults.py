@@ -1,0 +1,143 @@
+"""Ends this process, a worker of a job, at a chosen point of a chosen step: `fail_at`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import keras
+from jobs import poll
+
+from tfps import collectives
+from tfps.protos import tfps_pb2 as pb
+from tfps.runtime.transfers import DeferredUpdate
+from tfps.types import Argument, Function, Structure
+from tfps.wire.send_queue import Outgoing
+from tfps.worker.bucket import Push, PushedBucket
+from tfps.worker.client import PserverClient
+from tfps.worker.worker import Worker
+
+Point = Literal[
+    "before a push",
+    "between slices",
+    "after the last push",
+    "in an update",
+    "in an announcement",
+    "in a declaration",
+    "in the exchange of initial values",
+    "in an evaluation",
+    "in a save",
+]
+POINTS: tuple[Point, ...] = Point.__args__  # type: ignore[attr-defined]
+
+
+def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbacks.Callback:
+    """Makes this process get the signal `how` there; returns a callback that `fit` needs for some points.
+
+    `step` counts from 0: of a gradient, of batches that are announced, of declarations (number 0 is joining), of
+    batches of an evaluation, or of saves.
+    """
+
+    def end() -> None:
+        os.kill(os.getpid(), how)
+        if how == signal.SIGKILL:
+            threading.Event().wait()  # it is on its way
+
+    at_call = functools.partial(_at_call, step=step, end=end)
+    callback = keras.callbacks.Callback()
+    if point == "in an evaluation":
+        callback.on_test_batch_begin = lambda batch, logs=None: end() if batch == step else None
+    elif point == "in an update":
+        _replace(
+            DeferredUpdate, "finish", lambda original, self, *rest: _if(self.round == step, end, original, self, *rest)
+        )
+    elif point == "in an announcement":
+        at_call(collectives.AllGather, "push", only=lambda self: self.spec.name == "batches")
+    elif point == "in a declaration":
+        at_call(PserverClient, "declare")
+    elif point == "in the exchange of initial values":
+        at_call(collectives.FixedBroadcast, "__call__")
+    elif point == "in a save":
+        from tfps.keras_hooks import checkpoint
+
+        at_call(checkpoint, "bring")
+    else:
+        _at_pushes(step, point, end)
+    return callback
+
+
+def _if(now: bool, end: Callable[[], None], original: Function, *arguments: Argument) -> Structure:
+    if now:
+        end()
+    return original(*arguments)
+
+
+def _replace(owner: Argument, name: str, instead: Function) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *arguments, **named: instead(original, *arguments, **named))
+
+
+def _at_call(
+    owner: Argument, name: str, *, step: int, end: Callable[[], None], only: Callable[[Argument], bool] | None = None
+) -> None:
+    calls = iter(range(step + 1))
+
+    def instead(original: Function, *arguments: Argument, **named: Argument) -> Structure:
+        if (only is None or only(arguments[0])) and next(calls, None) == step:
+            end()
+        return original(*arguments, **named)
+
+    _replace(owner, name, instead)
+
+
+def is_gradient(bucket: PushedBucket) -> bool:
+    return bucket.spec.kind == "sum" and not bucket.spec.occasional
+
+
+def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
+    """Ends before, between or after the slices of gradients of a step, when the pservers have those that were sent."""
+    sent = 0
+    workers: list[Worker] = []
+    ending = threading.Event()
+
+    def frames(
+        original: Function, self: PushedBucket, number: int, push: Push, *rest: Argument
+    ) -> Iterator[tuple[int, Outgoing]]:
+        nonlocal sent
+        here = is_gradient(self) and push.step == step
+        if here and point == "before a push":
+            end()
+        for each in original(self, number, push, *rest):
+            if here and point == "between slices" and ending.is_set():
+                continue  # it would have come later
+            sent += 1
+            yield each
+            if here and point == "between slices":
+                ending.set()
+
+    def start_next(original: Function, self: Worker, number: int, bucket: PushedBucket) -> None:
+        workers[:] = [self]
+        original(self, number, bucket)
+        gradients = [each for each in self._buckets if is_gradient(each)]
+        if point == "after the last push" and all(each.steps > step for each in gradients):
+            ending.set()
+
+    def watch() -> None:
+        ending.wait()
+        (worker,) = workers
+
+        def arrived() -> bool:
+            said = [p.call("Status", pb.StatusRequest(details=True), 5.0) for p in worker._pservers]
+            return sum(m.received_slices for s in said for m in s.members if m.rank == worker.rank) == sent
+
+        poll(arrived)
+        end()
+
+    _replace(PushedBucket, "frames", frames)
+    _replace(Worker, "_start_next", start_next)
+    if point != "before a push":
+        threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,72 @@
+"""What a lost worker's last pushes counted for: which slices of which gradients have them.
+
+Tested in tests/worker/test_lost_workers.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tfps.worker.bucket import Push, PushedBucket
+
+logger = logging.getLogger("tfps")
+_SETTLED_S = 1.0  # without news all buckets of the step have come
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The first step of a bucket that lacks a lost rank's push, or parts of it."""
+
+    rank: int
+    bucket: str
+    step: int
+    slices: Sequence[int]  # that lack it
+    missing_bytes: int
+    nbytes: int
+
+
+@dataclass
+class Losses:
+    """Notes and logs each lost rank's last step; any thread."""
+
+    found: list[Loss] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all
+    _known: set[tuple[int, str]] = field(default_factory=set)
+    _logged: int = 0  # of `found`
+    _news_s: float = 0.0
+
+    def note(self, bucket: PushedBucket, push: Push) -> None:
+        """Notes whose pushes the reply to `push` lacks, if earlier replies had them."""
+        with self._lock:
+            for rank, slices in push.without.items():
+                if (rank, bucket.spec.name) in self._known:
+                    continue
+                self._known.add((rank, bucket.spec.name))
+                missing = sum(bucket.cutting.slices[index].nbytes for index in slices)
+                loss = Loss(rank, bucket.spec.name, push.step, tuple(sorted(slices)), missing, bucket.spec.nbytes)
+                self.found.append(loss)
+                self._news_s = time.monotonic()
+
+    def log(self) -> None:
+        """Logs what is new, once all of a step has come."""
+        with self._lock:
+            new = self.found[self._logged :]
+            if not new or time.monotonic() - self._news_s < _SETTLED_S:
+                return
+            self._logged = len(self.found)
+        for rank in sorted({loss.rank for loss in new}):
+            own = [loss for loss in new if loss.rank == rank]
+            # Buckets that its last step had already sent in full lack it one step later.
+            step = min(loss.step for loss in own)
+            missing, total = sum(loss.missing_bytes for loss in own if loss.step == step), sum(x.nbytes for x in own)
+            counted = 100 * (1 - missing / total) if total else 100
+            logger.warning(
+                "tfps: step %d: the rows of rank %d, which was lost, counted for %.0f %% of the gradient",
+                step,
+                rank,
+                counted,
+            )
