@@ -88,6 +88,7 @@ class Config:
             epoch ends. 0: never.
         min_workers: with how many workers training goes on when others are lost (docs/faults.md); None: the loss of a
             worker ends the job.
+        rejoin_timeout_s: seconds that a worker which joins a job under way waits for the others to let it take part.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.
@@ -120,6 +121,7 @@ class Config:
     compression: str | Mapping[str, str] = "none"
     check_every: int = 100
     min_workers: int | None = None
+    rejoin_timeout_s: float = 3600.0
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
     token_file: str = ""
@@ -181,7 +183,7 @@ class Config:
             )
         if not _is_whole(every) or every < 0:
             raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
-        for name in ("connect_timeout_s", "step_timeout_s"):
+        for name in ("rejoin_timeout_s", "connect_timeout_s", "step_timeout_s"):
             if not _is_positive(getattr(self, name)):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)!r}")
 

@@ -61,8 +61,9 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
     if "dataset" in kind:
         model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), **more)
     elif "generator" in kind:
-        model.fit(Batches(x, y), **more)
+        model.fit(Batches(x, y), shuffle=False, **more)
     elif "loop" in kind:
+        model.optimizer.build(model.trainable_variables)
         data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
 
         @tf.function

@@ -84,7 +84,6 @@ CASES: dict[str, tuple[str, dict[int, tuple[Argument, ...]], dict[str, str]]] = 
     "after the last push": ("dataset", {2: (3, "after the last push")}, {}),
     "in an update": ("generator", {1: (4, "in an update")}, {}),
     "in an announcement": ("arrays", {0: (4, "in an announcement")}, {}),
-    "while it joins": ("arrays", {1: (0, "in a declaration")}, {}),
     "in a declaration": ("arrays", {1: (1, "in a declaration")}, {}),
     "in a later declaration": ("arrays", {0: (2, "in a declaration")}, {}),
     "in the exchange of initial values": ("arrays", {0: (0, "in the exchange of initial values")}, {}),

@@ -41,6 +41,7 @@ class Plan:
     is_module: bool = False
     workers: int = 1
     pservers: int = 1
+    min_workers: int | None = None  # with which the job goes on when others are lost; None: it needs all
     grace_s: float = 5.0
     log: str | None = None
     metrics_port: int | None = None  # of pserver 0, others count up from it; 0 picks free ports
@@ -58,6 +59,8 @@ class Plan:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} must be at least 1, got {getattr(self, name)}")
         pservers = len(self.hosts) * self.pservers_per_host or self.pservers
+        if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
+            raise ConfigError(f"--min-workers must be from 1 to {self.workers} (--workers), got {self.min_workers}")
         if self.metrics_port and not 0 < self.metrics_port <= _PORTS - pservers:
             raise ConfigError(
                 f"--metrics-port must be from 0 to {_PORTS - pservers} with {pservers} pservers, which take "
@@ -89,6 +92,11 @@ class Plan:
         return found
 
     @property
+    def elastic_variables(self) -> dict[str, str]:
+        """The variable by which workers go on without others; it wins over what the launcher inherits."""
+        return {} if self.min_workers is None else {"TFPS_MIN_WORKERS": str(self.min_workers)}
+
+    @property
     def trace_variables(self) -> dict[str, str]:
         """The variables by which a worker records steps to `logdir`; they win over what the launcher inherits."""
         return {} if self.logdir is None else {"TFPS_TRACE": f"{self.logdir}:{_FIRST}-{_LAST}"}
@@ -101,12 +109,14 @@ def parse(argv: Sequence[str]) -> Plan:
         usage="tfps_launch [options] script.py [args ...]\n       tfps_launch [options] -m module [args ...]",
         description="Runs a training script as several workers with several pservers, on this machine or on several. "
         "Output is prefixed with where it comes from. If one process fails, all are ended; its exit code is that of "
-        "tfps_launch.",
+        "tfps_launch. With --min-workers the others go on without a worker that fails.",
     )
     add = parser.add_argument
     add("--version", action="version", version=f"%(prog)s {__version__}")
     add("--workers", type=int, metavar="N", help="processes that run the script (default 1)")
     add("--pservers", type=int, metavar="N", help="pserver processes (default 1)")
+    text = "go on when workers are lost, with no fewer than N (default: if one fails, all are ended)"
+    add("--min-workers", type=int, metavar="N", help=text)
     place = parser.add_mutually_exclusive_group()
     text = "run N workers on each of these hosts, reached by ssh, by the names under which they reach each other"
     place.add_argument("--hosts", metavar="HOST:N,...", help=text)
@@ -261,7 +271,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
 
     def start_worker(rank: int, host: str) -> Process:
         argv = (sys.executable, *(["-m"] if plan.is_module else []), plan.script, *plan.args)
-        variables = {**job.worker_variables(rank), **plan.trace_variables}
+        variables = {**job.worker_variables(rank), **plan.trace_variables, **plan.elastic_variables}
         colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
         task = Task(f"worker {rank}", argv, variables, colour, place.local_rank(rank))
         # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
@@ -292,9 +302,17 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
     failed: list[Process] = []
+    lost: list[Process] = []  # workers without which the others go on
 
     def is_over() -> bool:
         failed[:] = [process for process in workers if process.ended and process.code != 0]
+        if plan.min_workers is not None and len(workers) - len(failed) >= plan.min_workers:
+            for process in (each for each in failed if each not in lost):
+                what = f"{process.command.title} {process.describe_end()}{explain(process)}"
+                going = sum(not each.ended for each in workers)
+                print(f"tfps_launch: {what}; {going} workers go on", file=sys.stderr, flush=True)
+                lost.append(process)
+            failed.clear()
         failed.extend(pserver for pserver in pservers if pserver.ended)
         return bool(failed) or all(worker.ended for worker in workers)
 

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import itertools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.errors import ConnectError, MismatchError
@@ -69,6 +69,7 @@ class Member:
     streams: set[str] = field(default_factory=set)  # those opened: "Push", "Pull"
     ended: int = 0  # how many of them have ended
     step: int = 0  # the highest pushed
+    ready: int = 0  # of a candidate: the training that it may be admitted to
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
     reason: str = ""  # why it has left, if it said so
 
@@ -110,6 +111,20 @@ class Members:
             self.view = dataclasses.replace(self.view, pservers=tuple(range(applicant.pservers)))
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
+
+    def candidates(self, training: int) -> list[int]:
+        """Ranks of those that have joined a job under way and may be admitted to this training."""
+        return [
+            rank
+            for rank, member in sorted(self.members.items())
+            if rank not in self.view.ranks and member.ready == training and member.state is State.STREAMING
+        ]
+
+    def admit(self, ranks: Collection[int]) -> None:
+        """Lets candidates take part."""
+        self.view = self.view.next(joined=ranks)
+        for rank in ranks:
+            self.lost.pop(rank, None)
 
     def describe(self, rank: int) -> str:
         """`rank 1 (host:pid)`, for messages."""
@@ -178,15 +193,14 @@ class Members:
 
     def _rank_for(self, new: Applicant) -> int:
         if new.rank is None:
-            for rank in self.view.ranks:
+            for rank in range(self.view.workers):
                 if rank not in self.members:
                     return rank
             raise ConnectError(
                 f"all {self.view.workers} ranks of the job are taken ({', '.join(map(str, self.members.values()))}); "
                 "start the pserver with a larger --workers, or give another job pservers of its own"
             )
-        if new.rank not in self.view.ranks:
-            workers = self.view.workers
+        if not 0 <= new.rank < (workers := self.view.workers):
             raise ConnectError(f"rank must be from 0 to {workers - 1} (--workers {workers}), got {new.rank}")
         if new.rank in self.members:
             raise ConnectError(

@@ -5,6 +5,26 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class AdmitReply(_message.Message):
+    __slots__ = ["failure", "present"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    present: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., present: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AdmitRequest(_message.Message):
+    __slots__ = ["candidates", "incarnation", "rank", "timeout_s"]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    candidates: _containers.RepeatedScalarFieldContainer[int]
+    incarnation: str
+    rank: int
+    timeout_s: float
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., candidates: _Optional[_Iterable[int]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
 class Bucket(_message.Message):
     __slots__ = ["codec", "dtype", "kind", "names", "nbytes", "occasional", "priority", "update"]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +103,30 @@ class DeclareRequest(_message.Message):
     timeout_s: float
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., details: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
+class DeclaredReply(_message.Message):
+    __slots__ = ["buckets", "declarations", "failure", "layouts", "lines", "steps"]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
+    declarations: int
+    failure: Failure
+    layouts: _containers.RepeatedCompositeFieldContainer[Layout]
+    lines: _containers.RepeatedScalarFieldContainer[str]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., declarations: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., lines: _Optional[_Iterable[str]] = ..., layouts: _Optional[_Iterable[_Union[Layout, _Mapping]]] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DeclaredRequest(_message.Message):
+    __slots__ = ["incarnation", "rank"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    rank: int
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
 class ErrorCount(_message.Message):
     __slots__ = ["count", "error", "where"]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -128,22 +172,26 @@ class GetRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., slice: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ["data_port", "failure", "incarnation", "protocol_version", "rank", "shared_memory", "workers"]
+    __slots__ = ["candidate", "data_port", "failure", "incarnation", "present", "protocol_version", "rank", "shared_memory", "workers"]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    candidate: bool
     data_port: int
     failure: Failure
     incarnation: str
+    present: _containers.RepeatedScalarFieldContainer[int]
     protocol_version: int
     rank: int
     shared_memory: bool
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ..., candidate: bool = ..., present: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ["host", "incarnation", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "settings", "uid", "workers"]
@@ -290,6 +338,26 @@ class PutRequest(_message.Message):
     slice: int
     values: bytes
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., slice: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class ReadyReply(_message.Message):
+    __slots__ = ["candidates", "failure", "training"]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
+    candidates: _containers.RepeatedScalarFieldContainer[int]
+    failure: Failure
+    training: int
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., candidates: _Optional[_Iterable[int]] = ..., training: _Optional[int] = ...) -> None: ...
+
+class ReadyRequest(_message.Message):
+    __slots__ = ["incarnation", "rank", "training"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    rank: int
+    training: int
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., training: _Optional[int] = ...) -> None: ...
 
 class Records(_message.Message):
     __slots__ = ["clock_error_ns", "clock_offset_ns", "full", "host", "last", "number", "pserver", "records"]

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tfps.config import Config
 from tfps.errors import (
@@ -16,6 +17,7 @@ from tfps.errors import (
     MismatchError,
     ProtocolError,
     TfpsError,
+    UnsupportedError,
     WaitTimeoutError,
     WorkerLostError,
 )
@@ -32,7 +34,7 @@ from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import BrokenConnectionError, Receiver, not_expected
-from tfps.wire.control import PULL, PUSH, layout_message
+from tfps.wire.control import PULL, PUSH, bucket_message, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.send_queue import SILENT_S, Encoding, Outgoing, SendQueue, put_in_all
 from tfps.wire.shared_memory import Attached, Place, Target
@@ -48,6 +50,25 @@ class Declaration:
     lines: dict[int, list[str]] = field(default_factory=dict)
     specs: Sequence[BucketSpec] = ()
     agreed: bool = False
+    for_newcomers: Sequence[str] = ()  # the details of one without buckets
+
+
+@dataclass(slots=True)
+class Admission:
+    """Candidates that are about to take part, and the ranks that have agreed."""
+
+    candidates: frozenset[int]
+    called: set[int] = field(default_factory=set)
+    over: bool = False
+
+
+class Joined(NamedTuple):
+    """What a worker is told that has joined."""
+
+    rank: int
+    shared_memory: bool
+    candidate: bool
+    present: Sequence[int]
 
 
 class Job:
@@ -64,6 +85,9 @@ class Job:
         self._memory: dict[int, Attached] = {}  # of the members that share theirs
         self._ends: dict[int, Callable[[], object]] = {}  # end the push streams
         self._declarations: list[Declaration] = []
+        self._layouts: list[Layout] = []  # as tuned
+        self._admission: Admission | None = None  # under way
+        self._training = 0  # that members have said they are in
         self._failure: TfpsError | None = None
         self._some_left = False  # whether any member is gone
 
@@ -90,9 +114,21 @@ class Job:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
 
-    def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> tuple[int, bool]:
-        """Adds a worker, which shares `memory`, as a member; returns its rank and whether its memory is used."""
+    @property
+    def begun(self) -> bool:
+        """Whether all workers have joined: others are candidates."""
+        return bool(self._declarations) and self._declarations[0].agreed
+
+    def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Joined:
+        """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
         with self._changed:
+            if self.begun and config.min_workers is not None and applicant.rank in (None, *self._membership.lost):
+                config_mode = config.mode, config.update
+                if config_mode != ("sync", "worker"):
+                    raise UnsupportedError(
+                        "a worker can join a job under way with mode='sync' and update='worker' only, got "
+                        f"mode={config.mode!r} and update={config.update!r}"
+                    )
             first = not self._membership.members
             member = self._membership.join(applicant, time.monotonic())
             if first:
@@ -108,7 +144,12 @@ class Job:
                 self._queues[member.rank] = SendQueue(
                     config.first_window_bytes, config.policy, piggyback=False, recorder=self._recorder, rank=member.rank
                 )
-            return member.rank, member.rank in self._memory
+                for number, ranks in self._shard.sets.told():
+                    self._queues[member.rank].put_urgent(frames.encode_ranks(number, ranks))
+            candidate = self.begun and member.rank not in self._membership.view.ranks
+            if candidate:
+                self._log(f"has a candidate: {member} may take part at the next step boundary")
+            return Joined(member.rank, member.rank in self._memory, candidate, self._membership.view.ranks)
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""
@@ -151,6 +192,9 @@ class Job:
         with self._changed:
             member = self._membership.members.get(rank)
             if member is None or member.state is State.GONE:
+                return
+            if rank not in self._membership.view.ranks:
+                self._drop_candidate(rank, f"has left: {reason or failure or 'it did not say why'}")
                 return
         if failure is not None:
             if not isinstance(failure, (MismatchError, ProtocolError)) and self._lose(rank, f"failed: {failure}"):
@@ -195,6 +239,68 @@ class Job:
         """Whether `rank` may be the first of those that are left, as far as it and this pserver know."""
         return rank == 0 or (self._shard.config.min_workers is not None and rank in self._membership.view.ranks)
 
+    def declared(self) -> dict[str, object]:
+        """See DeclaredReply."""
+        with self._changed:
+            self._raise_failure()
+            agreed = [each for each in self._declarations if each.agreed]
+            return {
+                "declarations": len(agreed),
+                "buckets": [bucket_message(bucket.spec) for bucket in self._shard.buckets],
+                "lines": [line for each in agreed for line in each.for_newcomers],
+                "layouts": [layout_message(layout) for layout in self._layouts],
+                "steps": [bucket.steps for bucket in self._shard.buckets],
+            }
+
+    def ready(self, rank: int, training: int) -> dict[str, object]:
+        """The candidates that are ready, as `rank` is from now on if it is one; see ReadyRequest."""
+        with self._changed:
+            self._raise_failure()
+            members = self._membership
+            if rank in members.view.ranks:
+                self._training = training
+            elif rank in members.members:
+                members.members[rank].ready = training
+            return {"candidates": members.candidates(training), "training": self._training}
+
+    def admit(self, rank: int, candidates: Collection[int], timeout_s: float) -> list[int]:
+        """Returns who takes part once all ranks of the view have called it; see AdmitRequest."""
+        with self._changed:
+            self._raise_failure()
+            admission = self._admission = self._admission or Admission(frozenset(candidates))
+            if admission.candidates != frozenset(candidates):
+                raise ProtocolError(
+                    f"all ranks must admit the same candidates, got {sorted(candidates)} from rank {rank}, others "
+                    f"{sorted(admission.candidates)}"
+                )
+            admission.called.add(rank)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._admitted(admission) or self._failure is not None, timeout_s)
+            self._raise_failure()
+            if not admission.over:
+                admission.called.discard(rank)
+                names = ", ".join(map(self._membership.describe, set(self._membership.view.ranks) - admission.called))
+                raise WaitTimeoutError(f"not come to the boundary at which others may join: {names}")
+            return list(self._membership.view.ranks)
+
+    def _admitted(self, admission: Admission) -> bool:
+        if admission.over or not admission.called >= set(self._membership.view.ranks):
+            return admission.over
+        members = self._membership.members
+        here = [r for r in admission.candidates if r in members and members[r].state is State.STREAMING]
+        if here:
+            self._membership.admit(here)
+            view = self._membership.view
+            self._shard.set_view(view)
+            for _, item in self._shard.slices():
+                item.change_view(view)  # nothing is under way
+            for rank in here:
+                self._log(f"goes on with {len(view.ranks)} workers: {members[rank]} takes part")
+                self._queues[rank].put_urgent(frames.encode(Header(Kind.ADMITTED, index=rank)))
+        admission.over, self._admission = True, None
+        self._changed.notify_all()
+        return True
+
     def _goes_on(self, fewer: int = 0) -> bool:
         """Whether the job goes on with so many workers `fewer`."""
         least, left = self._shard.config.min_workers, len(self._membership.view.ranks) - fewer
@@ -204,7 +310,12 @@ class Job:
         """Takes `rank` out and lets the others go on, if the job can; else returns False."""
         with self._changed:
             member = self._membership.members.get(rank)
-            if member is None or member.state is State.GONE or self._failure is not None or not self._goes_on(1):
+            if member is None or member.state is State.GONE or self._failure is not None:
+                return False
+            if rank not in self._membership.view.ranks:
+                self._drop_candidate(rank, why)
+                return True
+            if not self._goes_on(1):
                 return False
             self._membership.lose(rank, why)
             self._memory.pop(rank, None)
@@ -223,6 +334,13 @@ class Job:
         self._shard.bound.quiesce(rank, gone=True)
         self._change_view()
         return True
+
+    def _drop_candidate(self, rank: int, why: str) -> None:
+        self._log(f"has a candidate less: {self._membership.members.pop(rank)} {why}")
+        self._memory.pop(rank, None)
+        self._ends.pop(rank, lambda: None)()
+        self._queues.pop(rank).fail(WorkerLostError(f"this candidate {why}"))
+        self._changed.notify_all()
 
     def _change_view(self) -> None:
         """Lets what waits go on with the ranks of the view."""
@@ -314,6 +432,7 @@ class Job:
             if rank in declaration.lines:
                 raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
             declaration.lines[rank], declaration.specs = lines, specs
+            declaration.for_newcomers = () if specs else tuple(details)
             if declaration.lines.keys() >= set(members.view.ranks):
                 if (difference := first_difference(declaration.lines, members.describe)) is not None:
                     self.fail(MismatchError(difference))
@@ -355,6 +474,7 @@ class Job:
         with self._changed:
             self._raise_failure()
             self._shard.cut_anew(layout)
+            self._layouts.append(layout)
             self._announce(Header(Kind.LAYOUT), layout_message(layout).SerializeToString())
             for queue in self._queues.values():
                 queue.set_window(layout.window_bytes)

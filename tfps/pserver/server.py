@@ -202,12 +202,14 @@ class ParameterServer:
             if self._job.over:
                 self._job = self._new_job()
             first = not self._job.incarnation
-            rank, shared_memory = self._job.join(applicant, config, _attached(request))
+            joined = self._job.join(applicant, config, _attached(request))
             self._jobs += first
             return pb.JoinReply(
                 protocol_version=control.PROTOCOL_VERSION,
-                rank=rank,
-                shared_memory=shared_memory,
+                rank=joined.rank,
+                shared_memory=joined.shared_memory,
+                candidate=joined.candidate,
+                present=joined.present,
                 workers=self.workers,
                 incarnation=self._job.incarnation,
                 data_port=self._data_port,
@@ -339,6 +341,11 @@ _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     "Get": _get,
     "Rest": lambda job, request: job.quiesce(request.rank),
     "Take": lambda job, request: {"number": job.counters.fetch_add(request.counter, request.rank)},
+    "Declared": lambda job, request: job.declared(),
+    "Ready": lambda job, request: job.ready(request.rank, request.training),
+    "Admit": lambda job, request: {
+        "present": job.admit(request.rank, list(request.candidates), _bounded(request.timeout_s))
+    },
     "Tune": lambda job, request: job.tune(control.layout_of(request.layout)),
     "Trace": lambda job, request: job.trace(request.number, request.on),
     "Upload": lambda job, request: job.recording.upload(request.number, request.rank, request.records),

@@ -13,7 +13,7 @@ from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.membership.view import RankSets, View
 from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
-from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, SumSlice
+from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, RoundSlice, SumSlice
 from tfps.trace.recorder import Recorder
 
 _SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
@@ -28,6 +28,11 @@ class OwnedBucket:
     slices: dict[int, OwnedSlice] = field(default_factory=dict)
     next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by first step
     scalars: RoundScalars | RankScalars | None = None  # if it has an update
+
+    @property
+    def steps(self) -> int:
+        """How many rounds are over, if this pserver owns any slice."""
+        return max((item.round.step for item in self.slices.values() if isinstance(item, RoundSlice)), default=0)
 
     def advance(self, step: int) -> None:
         """Switches to the next cutting if `step` uses it. The step before is over by then, on all pservers."""

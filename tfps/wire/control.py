@@ -29,7 +29,7 @@ from tfps.wire.reach import trouble
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
@@ -85,6 +85,7 @@ _LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 128 * 1024
 _UNARY = (
     *("Join", "Declare", "Put", "Get", "Rest", "Take", "Waiting", "Tune"),
     *("Trace", "Clock", "Upload", "Collect", "Status", "Probe", "Leave"),
+    *("Declared", "Ready", "Admit"),
 )
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     name: (getattr(pb, f"{name}Request"), getattr(pb, f"{name}Reply")) for name in _UNARY
@@ -270,6 +271,12 @@ class Pserver:
     def call(self, name: Literal["Clock"], request: pb.ClockRequest, timeout_s: float) -> pb.ClockReply: ...
     @overload
     def call(self, name: Literal["Collect"], request: pb.CollectRequest, timeout_s: float) -> pb.CollectReply: ...
+    @overload
+    def call(self, name: Literal["Declared"], request: pb.DeclaredRequest, timeout_s: float) -> pb.DeclaredReply: ...
+    @overload
+    def call(self, name: Literal["Ready"], request: pb.ReadyRequest, timeout_s: float) -> pb.ReadyReply: ...
+    @overload
+    def call(self, name: Literal["Admit"], request: pb.AdmitRequest, timeout_s: float) -> pb.AdmitReply: ...
     @overload
     def call(self, name: Literal["Get"], request: pb.GetRequest, timeout_s: float) -> pb.GetReply: ...
     @overload

@@ -40,13 +40,15 @@ class Kind(enum.IntEnum):
     BEAT = 9
     RANKS = 10
     LOST = 11
+    ADMITTED = 12
 
 
 class Header(NamedTuple):
     """The header of a frame.
 
     An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT and a BEAT none; a TRACE `step` (number of the
-    capture) and `index` (1 begins, 0 ends); SCALARS `bucket` and `step`; RANKS `generation`; LOST `index` (a rank).
+    capture) and `index` (1 begins, 0 ends); SCALARS `bucket` and `step`; RANKS `generation`; LOST and ADMITTED `index`
+    (a rank).
     """
 
     kind: int

@@ -7,6 +7,7 @@ tests/worker/test_async.py, tests/worker/test_worker_starts.py and tests/runtime
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -94,6 +95,8 @@ class PserverClient:
                 reply = pserver.join(request, left_s, self._config.connect_timeout_s)
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
             view = View.first(reply.workers, len(self.pservers))
+            if reply.candidate:  # as if it took part already
+                view = dataclasses.replace(view, ranks=tuple(sorted({*reply.present, reply.rank})))
             self.membership = Membership(reply.rank, view, reply.incarnation)
             yield reply
 
@@ -146,6 +149,29 @@ class PserverClient:
             return str(error)
         what = "declare the same variables" if self._declarations else "join"
         return f"{', '.join(missing)} to {what}" if missing else ""
+
+    # A job under way
+
+    def declared(self, pserver: int) -> pb.DeclaredReply:
+        """See DeclaredReply."""
+        return self.pservers[pserver].call("Declared", pb.DeclaredRequest(**self._me), _CALL_TIMEOUT_S)
+
+    def ready(self, training: int) -> pb.ReadyReply:
+        """Who may be admitted; see ReadyRequest."""
+        request = pb.ReadyRequest(**self._me, training=training)
+        return self.pservers[0].call("Ready", request, _CALL_TIMEOUT_S)
+
+    def admit(self, candidates: Sequence[int], timeout_s: float) -> set[int]:
+        """Lets candidates take part, as all ranks do; returns who then takes part on all pservers."""
+        found = set(range(self.membership.view.workers))
+        for pserver in self.pservers:
+            request = pb.AdmitRequest(**self._me, candidates=candidates, timeout_s=timeout_s)
+            found &= set(pserver.call("Admit", request, timeout_s + _ANSWER_MARGIN_S).present)
+        return found
+
+    def goes_on(self, declarations: int) -> None:
+        """Takes the number of declarations that the job has had."""
+        self._declarations = declarations
 
     # What pservers keep
 

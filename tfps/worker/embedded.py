@@ -29,20 +29,19 @@ class EmbeddedExchange:
     Buckets with an update are updated here: the reply is a new array. It is its own `Info`, `State` and `Peers`.
     """
 
-    rank = 0
     view = View.first(1)
     embedded = True
     run = ""
     slice_bytes = window_bytes = 0
 
-    def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
-        self.config = config or Config()
+    def __init__(self, config: Config | None = None, recorder: Recorder | None = None, rank: int = 0) -> None:
+        self.config, self.rank = config or Config(), rank
         self.info = self.state = self.peers = self
-        self._specs: list[BucketSpec] = []
+        self.specs: list[BucketSpec] = []
         self._failures = FailureState()
         self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
         self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self.captures = ProcessCaptures(recorder or Recorder(), lambda: self._specs, self._failures.check)
+        self.captures = ProcessCaptures(recorder or Recorder(), lambda: self.specs, self._failures.check)
 
     @property
     def failure(self) -> TfpsError | None:
@@ -52,8 +51,8 @@ class EmbeddedExchange:
         self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
     ) -> list[int]:
         self._failures.check()
-        ids = list(range(len(self._specs), len(self._specs) + len(specs)))
-        self._specs.extend(specs)
+        ids = list(range(len(self.specs), len(self.specs) + len(specs)))
+        self.specs.extend(specs)
         for bucket, spec in zip(ids, specs, strict=True):
             if spec.update is not None:
                 label, viewed = f"bucket '{spec.name}'", spec.codec is not None
@@ -61,20 +60,20 @@ class EmbeddedExchange:
         return ids
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
-        view, spec = as_bytes(payload), interface.declared(self._specs, bucket)
+        view, spec = as_bytes(payload), interface.declared(self.specs, bucket)
         interface.check_payload(spec, view)
         if (end := self._failures.end) is not None:
             on_reply(Reply(error=end))
         elif spec.kind == "gather":
-            on_reply(Reply(parts={0: b"" if payload is None else payload}, ranks=(0,)))
+            on_reply(Reply(parts={self.rank: b"" if payload is None else payload}, ranks=(self.rank,)))
         elif spec.update is not None:
             on_reply(Reply(sum=self._update(bucket, bytes(spec.nbytes) if view is None else view, step_scalars)))
         else:
-            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload, ranks=(0,)))
+            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload, ranks=(self.rank,)))
 
     def _update(self, bucket: int, gradient: Buffer, step_scalars: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
-        kept, codec = self._kept[bucket], self._specs[bucket].codec
+        kept, codec = self._kept[bucket], self.specs[bucket].codec
         kept.take_put()
         new = kept.update(gradient, StepScalars.unpack(step_scalars, kept.spec))
         copied = aligned_empty(len(new))
@@ -124,7 +123,7 @@ class EmbeddedExchange:
         return 0
 
     def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
-        on_reply(Reply(sum=np.zeros(self._specs[bucket].nbytes, np.uint8)))
+        on_reply(Reply(sum=np.zeros(self.specs[bucket].nbytes, np.uint8)))
 
     def set_residual(self, bucket: int, values: Floats) -> None:
         pass

@@ -51,6 +51,11 @@ class Losses:
                 self.found.append(loss)
                 self._news_s = time.monotonic()
 
+    def forget(self, rank: int) -> None:
+        """`rank` takes part again: notes its next loss."""
+        with self._lock:
+            self._known = {(each, bucket) for each, bucket in self._known if each != rank}
+
     def log(self) -> None:
         """Logs what is new, once all of a step has come."""
         with self._lock:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfps.config import Config, Security, check_address
-from tfps.errors import ConfigError, InterruptError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.errors import ConfigError, InterruptError, MismatchError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange import interface
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import BucketSpec, FailureListener, FailureState, Link, OnReply, Payload, Reply, as_bytes
@@ -25,7 +25,7 @@ from tfps.threads import Heartbeat
 from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
-from tfps.wire.control import Pserver, layout_of
+from tfps.wire.control import Pserver, bucket_of, layout_of
 from tfps.wire.frames import Header, Kind, encode
 from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import SILENT_S, Outgoing, SendQueue
@@ -34,9 +34,11 @@ from tfps.worker.bucket import Incoming, Push, PushedBucket
 from tfps.worker.captures import WorkerCaptures
 from tfps.worker.client import PserverClient, WaitLog
 from tfps.worker.losses import Losses
+from tfps.worker.newcomer import Newcomer
 from tfps.worker.tuner import Tuner
 
 logger = logging.getLogger("tfps")
+_READY_S = 0.5  # between a newcomer's questions whether the training that it waits for is over
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
 
 
@@ -91,6 +93,8 @@ class Worker:
         ]
         self._streams: list[WorkerStream] = []
         self._losses = Losses()
+        self.newcomer: Newcomer | None = None  # until it takes part
+        self._joined: Newcomer | None = None  # from then on
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
@@ -102,8 +106,11 @@ class Worker:
                 pserver.explain = self._explain
             self.captures = WorkerCaptures(self._recorder, self._client, self._specs, self._settings)
             self._tuner = Tuner(config, self._client, self._queues, self._memory, self.tune)
-            # Ends when all workers have joined: everything above is built before any frame comes.
-            self._client.declare([], [], max(deadline_s - time.monotonic(), 0.1))
+            if self.newcomer is None:
+                # Ends when all workers have joined: everything above is built before any frame comes.
+                self._client.declare([], [], max(deadline_s - time.monotonic(), 0.1))
+            else:
+                self._learn()
         except BaseException as error:
             self.fail(error if isinstance(error, TfpsError) else TfpsError(f"joining failed: {error!r}"))
             self._failures.close()
@@ -198,6 +205,59 @@ class Worker:
             self._client.membership = dataclasses.replace(self._client.membership, view=view.next(left=[rank]))
         logger.warning("tfps: %s; %d workers go on", what, len(self.view.ranks))
 
+    # A job under way
+
+    def _learn(self) -> None:
+        """Knows all buckets that the job has declared."""
+        newcomer = self.newcomer or self._joined
+        if newcomer is None:
+            return
+        specs = list(map(bucket_of, newcomer.replies()[0].buckets))
+        self._add(specs[len(self._buckets) :])
+        newcomer.alone.declare(specs[len(newcomer.alone.specs) :])
+        newcomer.learn(specs)
+
+    def take_part(self, training: int) -> bool:
+        """Waits until the others let this worker take part in a training; False if that is over already."""
+        newcomer = self.newcomer
+        if newcomer is None:
+            return True
+        deadline_s = time.monotonic() + self.config.rejoin_timeout_s
+        while not newcomer.admitted.wait(_READY_S):
+            self._failures.check()
+            if self._client.ready(training).training > training:
+                return False
+            if time.monotonic() > deadline_s:
+                newcomer.wait(0.0)
+        self._learn()
+        replies = newcomer.replies()
+        with self._declaring:
+            for bucket, steps in zip(self._buckets, zip(*(each.steps for each in replies), strict=True), strict=True):
+                bucket.steps = max(steps)
+                bucket.next.clear()
+            for layout in map(layout_of, replies[0].layouts):
+                self._cut_anew(layout)
+            self._client.goes_on(replies[0].declarations)
+            self._joined, self.newcomer = newcomer, None
+        logger.info("tfps: rank %d takes part from now on, with %d workers", self.rank, len(self.view.ranks))
+        return True
+
+    def admit_newcomers(self, training: int) -> list[int]:
+        """The candidates that may take part in a training, as this worker sees them."""
+        return list(self._client.ready(training).candidates)
+
+    def admit(self, candidates: Sequence[int]) -> None:
+        """Lets them take part from the next round of every bucket on; all ranks call it with nothing under way."""
+        here = self._client.admit(candidates, self.config.step_timeout_s)
+        with self._changing_view:
+            joined = [rank for rank in candidates if rank in here and rank not in self.view.ranks]
+            if joined:
+                view = self.view.next(joined=joined)
+                self._client.membership = dataclasses.replace(self._client.membership, view=view)
+        for rank in joined:
+            self._losses.forget(rank)
+            logger.info("tfps: rank %d takes part from now on, with %d workers", rank, len(self.view.ranks))
+
     # Joining and leaving
 
     def _when(self) -> str:
@@ -206,6 +266,9 @@ class Worker:
     def _join(self, job: str, workers: int, deadline_s: float) -> None:
         opening = Opening(self.config.transport, self._when)
         for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s)):
+            if joined.candidate and self.newcomer is None:
+                pservers = len(self._pservers)
+                self.newcomer = Newcomer(self.config, joined.rank, pservers, self._client.declared)
             pserver, queue = self._pservers[index], self._queues[index]
             path = opening.open(pserver, index, queue, joined.data_port, self._client.membership)
             incoming = Incoming(
@@ -279,6 +342,20 @@ class Worker:
     ) -> list[int]:
         with self._declaring:
             self._failures.check()
+            if (newcomer := self.newcomer or self._joined) is not None:
+                found = newcomer.find(specs) if specs else None
+                if found is None and self.newcomer is not None:
+                    self._learn()
+                    found = newcomer.find(specs)
+                if found is not None:
+                    for number, spec in zip(found, specs, strict=True):
+                        self._buckets[number].spec = spec
+                    return found
+                if self.newcomer is not None:
+                    raise MismatchError(
+                        f"rank {self.rank} joins a job under way, and declares what that has not declared, {specs[0]}: "
+                        "it must run the same program"
+                    )
             try:
                 self._client.declare(specs, details, self.config.step_timeout_s, stop)
             except InterruptError:
@@ -291,10 +368,14 @@ class Worker:
             if self._is_chief and any(map(tunable, specs)):
                 self._tuner.probe()
             self._cpu_s = self._cpu_s or self._client.cpu_s()
-            first, size = len(self._buckets), self.config.first_slice_bytes
-            workers = self.view.workers
-            self._buckets.extend(PushedBucket.new(spec, size, self._placer, workers) for spec in specs)
-            return list(range(first, len(self._buckets)))
+            if self._joined is not None:  # known as if somebody had found them already
+                self._joined.skip(len(specs))
+            return self._add(specs)
+
+    def _add(self, specs: Sequence[BucketSpec]) -> list[int]:
+        first, size, workers = len(self._buckets), self.config.first_slice_bytes, self.view.workers
+        self._buckets.extend(PushedBucket.new(spec, size, self._placer, workers) for spec in specs)
+        return list(range(first, len(self._buckets)))
 
     def _encoding_failed(self, error: Exception) -> TfpsError:
         """Fails the job on a sender's thread. Pservers are told before it ends, else they report that it has died."""
@@ -331,6 +412,10 @@ class Worker:
         if header.kind == Kind.TRACE:
             self.captures.take(header)
             return
+        if header.kind == Kind.ADMITTED:
+            if self.newcomer is not None:
+                self.newcomer.tell_admitted(pserver)
+            return
         if header.kind == Kind.LOST:
             self._lost(header.index, bytes(payload).decode("utf-8", "replace"))
             return
@@ -345,10 +430,16 @@ class Worker:
             with bucket.lock:
                 if bucket.steps <= cutting.step:  # else that has begun
                     bucket.next[cutting.step] = cutting
+                elif self.newcomer is not None:
+                    bucket.cutting = cutting
 
     # Pushing
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
+        if self.newcomer is not None:
+            spec = interface.declared(self._buckets, bucket).spec
+            self.newcomer.push(bucket, spec, payload, on_reply, step_scalars)
+            return
         self._push(bucket, Push(as_bytes(payload), on_reply, step_scalars=step_scalars))
 
     def _push(self, bucket: int, push: Push) -> None:

@@ -1,0 +1,90 @@
+"""A worker that has joined a job under way, until it takes part.
+
+Whatever it exchanges comes back unchanged, as if it trained alone: it can trace its steps and declare its buckets while
+the others go on. A bucket that the job has declared is found by what its ranks compare, and has the job's number.
+
+Tested in tests/elastic/test_joined.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+from tfps.config import Config
+from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError
+from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply, declared
+from tfps.protos import tfps_pb2 as pb
+from tfps.worker.embedded import EmbeddedExchange
+
+
+class Newcomer:
+    """What a candidate knows of its job. `declared` asks a pserver by its place."""
+
+    def __init__(self, config: Config, rank: int, pservers: int, declared: Callable[[int], pb.DeclaredReply]) -> None:
+        self.alone = EmbeddedExchange(config, rank=rank)
+        self.tries_out = False  # whether it takes a step of training for itself, to trace it
+        self._rank, self._declared, self._pservers = rank, declared, pservers
+        self._free: defaultdict[str, deque[int]] = defaultdict(deque)  # numbers of buckets, by what ranks compare
+        self._known = 0  # buckets
+        self._admitted: set[int] = set()  # the pservers that have told
+        self.admitted = threading.Event()
+
+    def lines(self) -> Sequence[str]:
+        """What every newcomer needs to know."""
+        return list(self._declared(0).lines)
+
+    def replies(self) -> list[pb.DeclaredReply]:
+        """What all pservers know of the job."""
+        return [self._declared(index) for index in range(self._pservers)]
+
+    def learn(self, specs: Sequence[BucketSpec]) -> None:
+        """Takes all buckets of the job, by number."""
+        for number, spec in enumerate(specs[self._known :], self._known):
+            self._free[str(spec)].append(number)
+        self._known = len(specs)
+
+    def skip(self, buckets: int) -> None:
+        """Notes so many new buckets of the job, which this worker has declared with the others."""
+        self._known += buckets
+
+    def find(self, specs: Sequence[BucketSpec]) -> list[int] | None:
+        """The numbers of buckets that the job has declared; None if it has declared none of them yet.
+
+        MismatchError: it has declared some.
+        """
+        texts = list(map(str, specs))
+        missing = [text for text in texts if texts.count(text) > len(self._free[text])]
+        if len(missing) == len(texts):
+            return None
+        if missing:
+            raise MismatchError(
+                f"rank {self._rank}: a worker that joins must declare what the others have declared, together: they "
+                f"have not declared {missing[0]}"
+            )
+        return [self._free[text].popleft() for text in texts]
+
+    def push(
+        self, bucket: int, spec: BucketSpec, payload: Payload | None, on_reply: OnReply, step_scalars: bytes
+    ) -> None:
+        """Gives back what is pushed."""
+        if spec.kind == "sum" and not spec.occasional and not self.tries_out:
+            text = "a worker can join a job under way in model.fit only, whose position in the data it then takes over"
+            on_reply(Reply(error=UnsupportedError(f"rank {self._rank}: {text}")))
+            return
+        declared(range(self._known), bucket)
+        self.alone.push(bucket, payload, on_reply, step_scalars)
+
+    def tell_admitted(self, pserver: int) -> None:
+        """Notes that a pserver lets it take part."""
+        self._admitted.add(pserver)
+        if len(self._admitted) == self._pservers:
+            self.admitted.set()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self.admitted.wait(timeout_s):
+            raise WaitTimeoutError(
+                f"rank {self._rank}: the other workers have not come to the end of an epoch, where a worker may join, "
+                f"within {timeout_s:.3g} s; TFPS_REJOIN_TIMEOUT_S (rejoin_timeout_s) sets how long it waits"
+            )
