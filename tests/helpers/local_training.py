@@ -146,7 +146,6 @@ class Simulation:
                         self._take(part)
             for rank in training:
                 self.trajectory[rank].append(self.workers[rank].weights)
-        self._collect()
         for part in range(settings.fragments):
             if self._pending.get(part, 0) > step:
                 self._mix(part)
@@ -197,7 +196,7 @@ class Simulation:
         return arrives
 
     def _collect(self) -> None:
-        """As at the end of an epoch: rank 0 has the residuals of all workers."""
+        """As at the end of `fit`: rank 0 has the residuals of all workers."""
         for place in range(len(self.shared)):
             whole = np.stack([held[place] for held in self.held]).sum(axis=0)
             for rank, held in enumerate(self.held):

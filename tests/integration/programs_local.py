@@ -6,6 +6,7 @@ What they return is the same on all ranks, but for names that begin with "own".
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import keras
@@ -84,6 +85,39 @@ def saved_by_one_rank_after_fit(job: Job) -> Results:
     return weights(model)
 
 
+def saved_by_one_rank_in_fit(job: Job) -> Results:
+    """One rank alone saves in `on_epoch_end` while the other goes on: to `reduce`, or to the next epoch.
+
+    Restored, training is what went on. Residuals travel only then, and at the end of `fit`.
+    """
+    strategy = job.strategy
+    assert strategy is not None
+    x, y = data(8 * BATCH)
+    model = job.compiled(lambda: keras.optimizers.SGD(0.1), build=wide)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    compressing, state = strategy.extended.compressing, strategy.extended.exchange.state
+    rounds: list[list[int]] = []  # of each compressed bucket, at the end of each epoch
+
+    def end(epoch: int, logs: Logs) -> None:
+        rounds.append([state.steps(number) for number in sorted(compressing._buckets)])
+        if (job.rank, epoch) in ((1, 1), (0, 2)):
+            model.predict(x[:BATCH], verbose=0)  # alone, too
+            checkpoint.write(str(job.shared / f"checkpoint {job.rank}"))
+        if epoch == 1:
+            strategy.reduce(tf.distribute.ReduceOp.SUM, 1.0, axis=None)
+            model.evaluate(x, y, verbose=0)
+
+    model.fit(x, y, epochs=4, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=end)], **OPTIONS)
+    assert rounds == [[each] * len(rounds[0]) for each in (2, 4, 7, 10)], rounds  # two exchanges an epoch
+    went_on = [weight.tobytes() for weight in model.get_weights()]
+    save_again = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epoch or compressing.collect())
+    for rank, epochs, saves in ((1, 2, [save_again]), (0, 1, [])):
+        checkpoint.read(str(job.shared / f"checkpoint {rank}")).assert_consumed()
+        model.fit(x, y, epochs=epochs, callbacks=saves, **OPTIONS)
+        assert [weight.tobytes() for weight in model.get_weights()] == went_on, rank
+    return weights(model)
+
+
 def custom_loop(job: Job) -> Results:
     """Workers take different numbers of steps, and meet in `synchronize`."""
     strategy = job.strategy
@@ -131,6 +165,14 @@ def epoch_without_batches(job: Job) -> Results:
     return {**weights(model), **history(fit), "own batches": taken}
 
 
+def moving(job: Job) -> list[Callback]:
+    """What saving at the end of epochs does to training: with a codec it moves residuals, as `combine()` does."""
+    if "TFPS_COMPRESSION" not in os.environ or job.strategy is None:
+        return []
+    combine = job.strategy.combine
+    return [keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: combine())]
+
+
 class Stopped(Exception):
     """Ends training as a machine that goes away does."""
 
@@ -160,7 +202,7 @@ def backup(job: Job) -> Results:
         )
 
     backed_up()
-    resumed, whole = backed_up(), fit()
+    resumed, whole = backed_up(), fit(*moving(job))
     for mine, expected in zip(resumed.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, expected)
     return weights(resumed)
@@ -178,7 +220,7 @@ def no_backup_yet(job: Job) -> Results:
             model.fit(x, y, callbacks=list(callbacks), **OPTIONS)
         return model
 
-    backed_up, plain = fit(keras.callbacks.BackupAndRestore(str(job.shared / "backup"))), fit()
+    backed_up, plain = fit(keras.callbacks.BackupAndRestore(str(job.shared / "backup"))), fit(*moving(job))
     for mine, expected in zip(backed_up.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, expected)
     slots = [each.numpy() for each in backed_up.optimizer.variables]

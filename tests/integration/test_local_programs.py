@@ -72,9 +72,11 @@ def test_ranks_agree_where_they_must_in_more_programs(name: str, long: Results) 
 
 
 @pytest.mark.parametrize("mode", ["diloco", pytest.param("local", marks=pytest.mark.long)])
-def test_one_rank_saves_alone_after_training_what_compression_holds_back(mode: str, tmp_path: Path) -> None:
-    found = run(["saved_by_one_rank_after_fit"], tmp_path, {**COMPRESSED, "TFPS_MODE": mode})
-    check("saved_by_one_rank_after_fit", found)
+def test_one_rank_saves_alone_what_compression_holds_back_which_travels_only_then(mode: str, tmp_path: Path) -> None:
+    names = ["saved_by_one_rank_after_fit", "saved_by_one_rank_in_fit"]
+    found = run(names, tmp_path, {**COMPRESSED, "TFPS_MODE": mode})
+    for name in names:
+        check(name, found)
 
 
 @pytest.mark.long

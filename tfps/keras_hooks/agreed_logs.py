@@ -32,7 +32,7 @@ _PROGRAMS = "tests/integration/test_programs.py"
 @replaces(keras.Model, "_get_metrics_result_or_logs", _PROGRAMS)
 @for_models
 def _end_epoch(original: Function, strategy: BaseStrategy, model: Model, logs: Logs) -> Logs:
-    """When an epoch ends, ranks meet, agree on logs, compare what must be alike, collect residuals; in this order."""
+    """When an epoch ends, ranks meet, agree on logs, compare what must be alike, let one save; in this order."""
     extended = strategy.extended
     extended.policy.end_epoch(model)  # first: it brings the ranks together
     results = original(model, logs)
@@ -40,7 +40,7 @@ def _end_epoch(original: Function, strategy: BaseStrategy, model: Model, logs: L
         results = _agreed(strategy, model, logs, results is not logs)
         if extended.states is not None:
             extended.states.compare("when an epoch or evaluate() ended")
-    extended.compressing.collect()  # so that one rank may save in `on_epoch_end`
+    extended.policy.let_one_save()
     return results
 
 

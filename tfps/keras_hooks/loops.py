@@ -68,7 +68,7 @@ def _reset(original: Function, epochs: Batches) -> None:
 
 @replaces(trainer_module.TFEpochIterator, "_enumerate_iterator", _PROGRAMS)
 def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[object, ...]]:
-    """As `TFEpochIterator.reset`; and staging reads no further than an epoch of a `PyDataset`.
+    """As `TFEpochIterator.reset`; ranks may meet; and staging reads no further than an epoch of a `PyDataset`.
 
     A `PyDataset` with workers makes batches within an epoch only: Keras stops the workers when it ends, and whoever
     asks for a batch then gets an error. If the data goes on (`steps_per_epoch`), staging must not read ahead into the
@@ -80,6 +80,8 @@ def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[o
         return
     makes = getattr(epochs.data_adapter, "enqueuer", None) is not None
     allows = strategy is not None and steps is not None and makes
+    if strategy is not None and strategy.extended.sharding.on:
+        strategy.extended.policy.begin_steps()
     for step in original(epochs):  # its last part is the iterator
         if allows and hasattr(step[-1], "allow"):  # one that reads ahead
             step[-1].allow(math.ceil(steps / epochs.steps_per_execution) * epochs.steps_per_execution)
@@ -116,8 +118,8 @@ def _end_training(
 @replaces(keras.Model, "fit", _PROGRAMS)
 @for_models
 def _fit(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
-    """Compares what layers have adapted to between ranks."""
-    with compared_tables(strategy, model):
+    """Compares what layers have adapted to between ranks, and tells the policy."""
+    with compared_tables(strategy, model), strategy.extended.policy.fitting():
         return original(model, *args, **options)
 
 

@@ -21,6 +21,8 @@ import tensorflow as tf
 from tfps.collectives import AllGather
 from tfps.config import Config
 from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
+from tfps.exchange.interface import BucketSpec
+from tfps.graph.patches import replaced
 from tfps.keras_hooks.checkpoint import ExtraState
 from tfps.keras_hooks.keras_private import trained_variables
 from tfps.keras_hooks.variables import check_variable, of_tensorflow, slots_from_first_rank
@@ -53,9 +55,20 @@ class DiLoCo(Independent):
         # By unique id, those that have a global copy.
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         self._own: dict[str, list[tf.Tensor]] | None = None  # values by unique id while global ones take their place
-        self._said = AllGather(runtime, "steps of each worker")
+        # Within `fit` residuals travel only if a rank saves: rounds are as long as epochs may be, so that collecting
+        # them after each epoch would send more than compression saves. See `_meet`.
+        self._fits = self._one_may_save = False
+        self._said, self._met = AllGather(runtime, "steps of each worker"), AllGather(runtime, "end of saving alone")
         if runtime.exchange.view.workers > 1:
-            self._said.later()  # with the first exchange: nothing new is declared within an epoch
+            for gather in self._said, self._met:
+                gather.later()  # with the first exchange: nothing new is declared within an epoch
+            policy = weakref.ref(self)  # the runtime may outlive its strategies
+
+            def before(_: BucketSpec) -> None:
+                if (found := policy()) is not None:
+                    found._meet()
+
+            runtime.declared.before = before
 
     def stepping(self) -> Stepping:
         config = self._config
@@ -121,6 +134,43 @@ class DiLoCo(Independent):
 
     # Where ranks meet.
 
+    @contextlib.contextmanager
+    def fitting(self) -> Iterator[None]:
+        with replaced(self, "_fits", True):
+            try:
+                yield
+            finally:
+                self._one_may_save = False  # after an error; else ranks have met since
+
+    def begin_steps(self) -> None:
+        self._meet()
+
+    def let_one_save(self) -> None:
+        compressing = self._strategy.extended.compressing
+        if not self._fits:
+            compressing.collect()
+        elif not self.together:
+            self._one_may_save = compressing.has_residuals
+
+    def _meet(self) -> None:
+        """Ends the time in which one rank may save alone, before anything else that ranks do together.
+
+        A rank that saves waits for the residuals of the others, which wait for it here and give them.
+        """
+        if not self._one_may_save:
+            return
+        self._one_may_save = False
+        compressing, peers = self._strategy.extended.compressing, self._runtime.exchange.peers
+        bucket = self._met.declare()
+
+        def give(_: float) -> bool:
+            given = compressing.take_part()
+            if given:
+                peers.extend_deadline(bucket)
+            return given
+
+        self._met(b"", give)
+
     def end_epoch(self, model: Model) -> None:
         if self._own is None:  # else this evaluates, and has met
             self.barrier()
@@ -137,6 +187,7 @@ class DiLoCo(Independent):
 
         Returns the outer optimizers that all ranks still have: when one is collected depends on the rank.
         """
+        self._meet()
         known = self._exchanged()
         self._check_counted(known)
         if self._runtime.exchange.view.workers == 1:

@@ -101,6 +101,13 @@ class Policy:
 
     # Epochs.
 
+    def fitting(self) -> contextlib.AbstractContextManager[None]:
+        """In the block, `fit` runs."""
+        return contextlib.nullcontext()
+
+    def begin_steps(self) -> None:
+        """Does what ranks do together before the steps of an epoch of `fit`, or of `evaluate`."""
+
     def end_epoch(self, model: Model) -> None:
         """Does what ends an epoch of `fit`, or a call of `evaluate`, before anything else that ranks do together."""
 
@@ -118,6 +125,10 @@ class Policy:
         return contextlib.nullcontext()
 
     # Saving.
+
+    def let_one_save(self) -> None:
+        """Lets a rank save all of the training's state alone from here on; every rank calls it."""
+        self._strategy.extended.compressing.collect()
 
     @property
     def state(self) -> str | None:

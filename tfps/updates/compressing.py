@@ -51,6 +51,10 @@ class Compressing:
         self._buckets: dict[int, _Bucket] = {}  # by number, those whose codec feeds back; last those used last
         self._restored: dict[str, Floats] = {}  # by unique id of variables that have no such bucket yet
 
+    @property
+    def has_residuals(self) -> bool:
+        return bool(self._buckets)
+
     def codec(self, variable: GatedVariable) -> str:
         """The codec for gradients of `variable`, if they are dense and not too small."""
         return self._rules.codec(common_name(variable)) if self._runtime.compresses else NONE
@@ -69,15 +73,8 @@ class Compressing:
         if not self._buckets:
             return
         runtime, state = self._runtime, self._runtime.exchange.state
-        if not runtime.settle(runtime.wait_s):  # so that all ranks see the same steps
-            raise WaitTimeoutError(
-                f"updates under way must end within {runtime.wait_s:.0f} s before a state is collected"
-            )
-        if (failure := runtime.exchange.failure) is not None:
-            raise failure
-        # In an order that ranks share: one of them may have traced a function again, and used buckets are then moved.
-        used = sorted(number for number, bucket in self._buckets.items() if state.steps(number) != bucket.steps)
-        if not used:
+        self._settle()  # so that all ranks see the same steps
+        if not (used := self._used()):
             return
         replies: dict[int, Reply] = {}
         done = threading.Event()
@@ -99,6 +96,40 @@ class Compressing:
         for number, reply in replies.items():
             bucket = self._buckets[number]
             bucket.residual, bucket.steps = np.asarray(reply.sum).view(np.float32), state.steps(number)
+
+    def take_part(self) -> bool:
+        """Collects if another rank does, which then waits for this one; returns whether it did.
+
+        For a time in which no rank sends anything new.
+        """
+        if not self._is_awaited():
+            return False
+        self._settle()  # it may have been awaited for what was under way
+        if not self._is_awaited():
+            return False
+        self.collect()
+        return True
+
+    def _is_awaited(self) -> bool:
+        used = self._used()
+        return bool(used) and self._runtime.exchange.peers.is_awaited(used[0])
+
+    def _used(self) -> list[int]:
+        """The buckets whose residuals may have changed since they were collected.
+
+        In an order that ranks share: one of them may have traced a function again, and used buckets are then moved.
+        """
+        steps = self._runtime.exchange.state.steps
+        return sorted(number for number, bucket in self._buckets.items() if steps(number) != bucket.steps)
+
+    def _settle(self) -> None:
+        runtime = self._runtime
+        if not runtime.settle(runtime.wait_s):
+            raise WaitTimeoutError(
+                f"updates under way must end within {runtime.wait_s:.0f} s before a state is collected"
+            )
+        if (failure := runtime.exchange.failure) is not None:
+            raise failure
 
     def residuals(self, variables: Sequence[GatedVariable]) -> dict[int, Floats]:
         """The residuals that `variables` have, by place among them, flat, as last collected or restored."""

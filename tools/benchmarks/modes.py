@@ -61,7 +61,7 @@ QUICK_AT = {"digits": 1000.0, "generated": 100.0}  # Mbit/s
 QUICK_EPOCHS = 2
 QUICK = {
     "digits": (("sync", "none"), ("async", "none"), ("bounded", "none")),
-    "generated": (("sync", "none"), ("sync", "int8"), ("diloco", "none"), ("local", "none")),
+    "generated": (("sync", "none"), ("sync", "int8"), ("diloco", "none"), ("diloco", "int8"), ("local", "none")),
 }
 
 
