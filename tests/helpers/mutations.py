@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from tfps.config import MAX_SLICE_BYTES
 from tfps.types import Argument
 from tfps.wire import frames
-from tfps.wire.frames import Header, Kind
+from tfps.wire.frames import Header, Kind, encode_part
 
 SEED = 20_261
 EDGES = (
@@ -112,6 +113,38 @@ def some_header(random_: random.Random, **known: int) -> Header:
 def some_frame(random_: random.Random) -> bytes:
     """A frame that decodes."""
     return frames.encode(some_header(random_), random_.randbytes(random_.choice((0, 0, 1, 4, 8, 16, 40, 200))))
+
+
+def _part_of(random_: random.Random, total: int, offset: int, nbytes: int) -> bytes:
+    return encode_part(some_header(random_), total, offset, nbytes, random_.random() < 0.3) + random_.randbytes(nbytes)
+
+
+def some_parts(random_: random.Random) -> list[bytes]:
+    """Parts of a few frames, in turn; then some twice, in another order, changed, or with totals at their limits."""
+    found: list[bytes] = []
+    for header in (some_header(random_) for _ in range(random_.choice((1, 2, 3)))):
+        payload, offset = random_.randbytes(random_.choice((0, 1, 7, 60))), 0
+        while True:
+            nbytes = min(random_.choice((1, 5, 60)), len(payload) - offset)
+            found.append(encode_part(header, len(payload), offset, nbytes) + payload[offset : offset + nbytes])
+            if (offset := offset + nbytes) >= len(payload):
+                break
+    for _ in range(random_.choice((0, 1, 2))):
+        at = random_.randrange(len(found))
+        fault = random_.randrange(5)
+        if fault == 0:
+            found.insert(random_.randrange(len(found)), found[at])
+        elif fault == 1:
+            random_.shuffle(found)
+        elif fault == 2:
+            found[at] = changed(random_, found[at])
+        elif fault == 3:
+            del found[at]
+            found = found or [b""]
+        else:
+            total = random_.choice((1, 100, MAX_SLICE_BYTES - 1, MAX_SLICE_BYTES, MAX_SLICE_BYTES + 1, 2**32 - 1))
+            found[at] = _part_of(random_, total, random_.choice((0, 0, 1, total - 1)), 1)
+    return found
 
 
 def change_message(random_: random.Random, message: Message) -> None:

@@ -10,7 +10,7 @@ import socket
 import tracemalloc
 
 import pytest
-from mutations import TEXTS, change_message, changed, draw, replayable, some_frame, some_header
+from mutations import TEXTS, change_message, changed, draw, replayable, some_frame, some_parts
 from receivers import Taking
 
 from tfps.config import MAX_SLICE_BYTES, Config
@@ -24,7 +24,7 @@ from tfps.trace.recorder import Recorder
 from tfps.wire import connection, control, frames
 from tfps.wire.connection import Connection
 from tfps.wire.control import bucket_message, settings_of
-from tfps.wire.frames import PART_BYTES, Assembler, Header, Kind, decode_part, encode_part
+from tfps.wire.frames import PART_BYTES, Assembler, Header, Kind, decode_part
 from tfps.wire.job_token import JobToken
 from tfps.wire.send_queue import SendQueue
 
@@ -52,38 +52,6 @@ def frame_once(random_: random.Random, sent: list[bytes]) -> None:
         StepScalars.unpack(payload, SPEC)
     except ProtocolError:
         pass
-
-
-def part_of(random_: random.Random, total: int, offset: int, nbytes: int) -> bytes:
-    return encode_part(some_header(random_), total, offset, nbytes, random_.random() < 0.3) + random_.randbytes(nbytes)
-
-
-def some_parts(random_: random.Random) -> list[bytes]:
-    """Parts of a few frames, in turn; then some twice, in another order, changed, or with totals at their limits."""
-    found: list[bytes] = []
-    for header in (some_header(random_) for _ in range(random_.choice((1, 2, 3)))):
-        payload, offset = random_.randbytes(random_.choice((0, 1, 7, 60))), 0
-        while True:
-            nbytes = min(random_.choice((1, 5, 60)), len(payload) - offset)
-            found.append(encode_part(header, len(payload), offset, nbytes) + payload[offset : offset + nbytes])
-            if (offset := offset + nbytes) >= len(payload):
-                break
-    for _ in range(random_.choice((0, 1, 2))):
-        at = random_.randrange(len(found))
-        fault = random_.randrange(5)
-        if fault == 0:
-            found.insert(random_.randrange(len(found)), found[at])
-        elif fault == 1:
-            random_.shuffle(found)
-        elif fault == 2:
-            found[at] = changed(random_, found[at])
-        elif fault == 3:
-            del found[at]
-            found = found or [b""]
-        else:
-            total = random_.choice((1, 100, MAX_SLICE_BYTES - 1, MAX_SLICE_BYTES, MAX_SLICE_BYTES + 1, 2**32 - 1))
-            found[at] = part_of(random_, total, random_.choice((0, 0, 1, total - 1)), 1)
-    return found
 
 
 def parts_once(random_: random.Random, sent: list[bytes]) -> None:

@@ -137,7 +137,8 @@ class SumRound(Round):
             self._sum, self._owned = part, owned
         else:
             out = self._sum if self._owned else part if owned else np.empty_like(part)
-            self._sum, self._owned = np.add(self._sum, part, out=out), True
+            with np.errstate(all="ignore"):  # training that diverges is no business of a pserver's log
+                self._sum, self._owned = np.add(self._sum, part, out=out), True
 
 
 class GatherRound(Round):
