@@ -27,6 +27,7 @@ from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument
 from tfps.wire.control import CHANNEL_OPTIONS, PROTOCOL_VERSION, Pserver, method
+from tfps.wire.frames import Header, Kind, encode
 
 MIB = 2**20
 
@@ -194,6 +195,25 @@ def test_members_that_only_push_and_leave_hold_no_threads(cluster: Cluster) -> N
         jobs.poll(lambda: bool(server._job._membership.members[0].streams))
         member.leave()
         assert pushing.exception(jobs.DEADLINE_S) is not None
+
+
+def test_members_that_read_no_replies_keep_no_threads_once_their_job_is_over(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.server._UNREAD_S", 0.05)
+    narrow = [option for option in CHANNEL_OPTIONS if option[0] != "grpc.http2.lookahead_bytes"]
+    monkeypatch.setattr("tfps.wire.control.CHANNEL_OPTIONS", narrow)
+    server = cluster.pserver(1)
+    for _ in range(20):  # more than the pserver has threads
+        member = cluster.raw(server.address, config=Config(slice_bytes=2**20, window_bytes=2**20)).open().declare()
+        member.declare(pb.Bucket(names=["b"], kind="sum", nbytes=2**20, dtype="float32"), number=1)
+        member.send(encode(Header(Kind.PUSH), bytes(2**20)))
+        jobs.poll(lambda: server._job._queues[0].load.sent_slices == 1)  # stuck: more than the client lets come
+        member.send(encode(Header(Kind.REPLY)))
+        jobs.poll(lambda: server._job.over)
+    worker = cluster.worker([server.address], config=settings(""))
+    worker.declare([SUM])
+    still_sums(worker)
 
 
 def test_workers_that_died_before_their_streams_leave_nothing_to_the_next_job(

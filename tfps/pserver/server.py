@@ -49,6 +49,7 @@ _MAX_WAIT_S = 60.0  # of another call
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 _PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and at once
 _OF_APPLICANT = ("job", "workers", "uid", "host", "pid", "pserver_index", "pservers", "incarnation")  # fields of a Join
+_UNREAD_S = 5.0  # for a worker to read the rest of a stream over gRPC whose job is over: until then it holds threads
 _RANK_DIGITS = 10  # of a rank, at most
 _MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in the long run and at once
 
@@ -288,8 +289,20 @@ class ParameterServer:
         if isinstance(session, TfpsError):
             yield frames.encode_error(session)
             return
-        if not context.add_callback(session.ended):  # also called if the stream breaks while idle
+        unread = threading.Timer(_UNREAD_S, context.cancel)
+        unread.daemon = True
+
+        def begin() -> None:
+            with contextlib.suppress(RuntimeError):  # no more threads
+                unread.start()
+
+        def ended() -> None:
+            unread.cancel()
             session.ended()
+
+        session.queue.when_over(begin)
+        if not context.add_callback(ended):  # also called if the stream breaks while idle
+            ended()
         try:
             yield from outgoing(session.queue)
         except Exception as error:
