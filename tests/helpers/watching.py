@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import subprocess
 import threading
@@ -95,13 +96,12 @@ FAR = Config(**{**GOOD.__dict__, "shared_memory": False})
 class Training:
     """Good workers, each on a thread, which train until told to stop, and check each sum to the last bit."""
 
-    def __init__(self, cluster: Cluster, address: str, workers: int, steps: int | None = None) -> None:
-        self._workers, self._most = workers, steps
+    def __init__(self, cluster: Cluster, address: str, workers: int) -> None:
+        self._workers = workers
         self.steps = 0  # that rank 0 has taken
         self._stop = threading.Event()
         self._cluster, self._address = cluster, address
         self._errors: list[BaseException] = []
-        self.moved = threading.Event()  # set at each step
         members = jobs.together(*(functools.partial(self._join, rank) for rank in range(workers)))
         jobs.declare(members, *SUMS)
         self._threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in members]
@@ -113,8 +113,7 @@ class Training:
 
     def _run(self, worker: Worker) -> None:
         try:
-            step = 0
-            while step < 2**62 if self._most is None else step < self._most:
+            for step in itertools.count():
                 stopping = self._stop.is_set()
                 numbers = np.full(10_000, step % 1000 + worker.rank, np.float32)
                 # The last number counts the ranks that want to stop, so that all stop at the same step.
@@ -125,10 +124,8 @@ class Training:
                 assert (jobs.summed(pushed[0].wait()) == expected).all(), f"step {step} has a wrong sum"
                 total = jobs.summed(pushed[1].wait(), "int64")
                 assert (total[:-1] == self._workers * step).all(), f"step {step} has a wrong sum"
-                step += 1
                 if worker.rank == 0:
-                    self.steps = step
-                    self.moved.set()
+                    self.steps = step + 1
                 if total[-1]:
                     break
             worker.close()
@@ -138,19 +135,21 @@ class Training:
     def stop(self) -> int:
         """Ends the job; returns how many steps it took. Raises what a worker raised."""
         self._stop.set()
-        return self.end()
-
-    def end(self) -> int:
         for thread in self._threads:
-            thread.join(jobs.DEADLINE_S if self._most is None else 600.0)
+            thread.join(jobs.DEADLINE_S)
         assert not any(thread.is_alive() for thread in self._threads), "a good worker is not served"
         if self._errors:
             raise self._errors[0]
         return self.steps
 
+    def reaches(self, steps: int) -> None:
+        """Waits until it has taken so many, for as long as it takes any."""
+        while self.steps < steps:
+            then = self.steps
+            jobs.poll(lambda: self.steps > then or bool(self._errors))  # noqa: B023 (called at once)
+            if self._errors:
+                raise self._errors[0]
+
     def goes_on(self) -> None:
         """Waits for steps that begin and end from now on."""
-        then = self.steps
-        jobs.poll(lambda: self.steps >= then + 3 or bool(self._errors))
-        if self._errors:
-            raise self._errors[0]
+        self.reaches(self.steps + 3)

@@ -328,7 +328,9 @@ def check_members(sessions: int) -> None:
         before = watched.use()
         check_sessions(watched, sessions // 4, sessions)
         watched.comes_back_to(before, THREADS, DESCRIPTORS, RESIDENT)
-        assert Training(cluster, watched.address, WORKERS, steps=50).end() == 50
+        training = Training(cluster, watched.address, WORKERS)
+        training.reaches(50)
+        training.stop()
         watched.check()
 
 
