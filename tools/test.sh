@@ -22,7 +22,7 @@ slow=(
     tests/{collectives,doctor,graph,input,integration,keras_hooks,models,policies,programs,ray,runtime,strategy}
     tests/{tensorboard,tools,updates}
     tests/launch/test_{cli,kubernetes,options,remote,rendezvous,slurm,ssh,ssh_failures,supervisor,terminal}.py
-    tests/pserver/test_{cli,console,measuring,security,strangers}.py
+    tests/pserver/test_{cli,console,fuzz_server,load,measuring,security,strangers}.py
     tests/test_{api,callbacks,doc_blocks,errors,packaging,private_names,site,versions}.py
 )
 # Most tests wait for something for a while, so more at a time than there are cores. All of a file in one process, as many

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -148,6 +150,14 @@ def test_extreme_slices_stay_finite(name: str, value: float) -> None:
         assert np.abs(out).max() <= abs(value) * 1.01
         if known(name).feeds_back:
             np.testing.assert_allclose(out + held, values, rtol=1e-6)
+
+
+def test_a_fraction_of_topk_has_one_object_while_it_is_used_and_none_afterwards() -> None:
+    one = known("topk:0.125")
+    assert codec_of("topk:1.25e-1") is one
+    gone = weakref.ref(one)
+    del one
+    assert gone() is None
 
 
 def test_topk_sends_the_largest() -> None:

@@ -306,6 +306,8 @@ def test_replies_over_the_wire_are_aligned_writable_and_ones_own(ranks: list[Exc
         ({"nbytes": -4}, "got -4"),
         ({"dtype": "object"}, "numeric numpy dtype, got 'object'"),
         ({"dtype": "float33"}, "numeric numpy dtype, got 'float33'"),
+        ({"dtype": "f4,("}, "numeric numpy dtype, got 'f4,"),
+        ({"dtype": "(1000000000,1000000000)f4"}, "numeric numpy dtype, got"),
         ({"kind": "gather"}, "a gather must have nbytes 0 and dtype 'uint8'"),
     ],
 )

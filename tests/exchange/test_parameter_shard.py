@@ -39,6 +39,24 @@ def test_the_first_update_needs_all_parameters() -> None:
     assert len(updated(kept, bytes(36))) == 36
 
 
+def test_what_is_put_again_and_again_takes_the_memory_of_once() -> None:
+    kept = ParameterShard("slice 3", SGD, 0, 36, viewed=True)
+    for number in range(100):
+        for array in (0, 1, 2, 0):
+            kept.put(array, 0, floats(*[number + array] * 4))
+            kept.put(array, 16, floats(*[number + array] * 5))
+    assert len(kept._put) == 6
+    kept.take_put()
+    assert [kept.get(array, 0, 36) for array in range(3)] == [floats(*[value] * 9) for value in (99, 100, 99)]
+
+
+def test_parts_that_overlap_and_wait_for_a_step_are_bounded() -> None:
+    kept = ParameterShard("slice 3", SGD, 0, 36)
+    with pytest.raises(ProtocolError, match=r"what is put into slice 3 .* at most 65536 parts and 144 bytes"):
+        for begin in range(17):
+            kept.put(0, begin, bytes(20))
+
+
 @pytest.mark.parametrize(
     ("parts", "missing"),
     [

@@ -54,7 +54,19 @@ def test_what_a_pserver_could_not_apply_is_refused(changes: dict[str, object], m
         UpdateSpec(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"rule": 1, "constants": 2, "slots": 3, "sizes": 4, "decayed": 5}'])
+INFINITE = '{"rule": "sgd", "constants": [], "slots": [], "sizes": [Infinity], "decayed": [false]}'
+LONG = '{"rule": "sgd", "constants": [["momentum", 1%s]], "slots": [], "sizes": [1], "decayed": [false]}' % ("0" * 400)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", "[1]", '{"rule": 1, "constants": 2, "slots": 3, "sizes": 4, "decayed": 5}'),
+        pytest.param("[" * 100_000, id="nested deeply"),
+        pytest.param(INFINITE, id="infinite size"),
+        pytest.param(LONG, id="number without a float"),
+    ],
+)
 def test_text_that_is_no_spec_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="an update must be what"):
         UpdateSpec.parse(text)

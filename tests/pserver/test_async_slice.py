@@ -16,6 +16,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import RankSets, View
+from tfps.pserver import shard as shard_module
 from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import Answer, Push
@@ -125,7 +126,8 @@ def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:
     spec = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD)
     for delay, workers, fits in ((0.0, 3, True), (0.5, 3, False), (0.5, 1, True)):
         config = Config(mode="async", update="server", slice_bytes=1024, delay_compensation=delay)
-        shard = Shard(config, View.first(workers), 0, Recorder(), max_memory=1024 + 4 * 16)
+        beside = shard_module._SLICE_BYTES + shard_module._ARRAY_BYTES + shard_module._text_bytes(spec)
+        shard = Shard(config, View.first(workers), 0, Recorder(), max_memory=beside + 4 * 16)
         if fits:
             shard.check([spec])
         else:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import jobs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfps.errors import ConnectError, ProtocolError, WorkerLostError
+from tfps.config import MAX_SLICE_BYTES
+from tfps.errors import ClosedError, ConnectError, ProtocolError, WorkerLostError
 from tfps.membership.members import Applicant, first_difference
 from tfps.membership.view import View
-from tfps.pserver.job import Counters, ErrorCounts, Job
+from tfps.pserver.job import Counters, ErrorCounts, Job, Session
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import PULL, PUSH
+from tfps.wire.frames import Header, Kind
 
 texts = st.lists(st.sampled_from("abc"), max_size=4)
 
@@ -34,21 +38,13 @@ def test_the_first_difference_names_what_every_rank_has() -> None:
     assert found.endswith("line 3 of what they declare differs: rank 0 has nothing; rank 2 has q")
 
 
-def joined(workers: int) -> Job:
-    job = Job(View.first(workers), "", Recorder(), ErrorCounts())
+PUSHED, WHOLE = Header(Kind.PUSH), memoryview(bytearray(MAX_SLICE_BYTES))
+
+
+def joined(workers: int, recorder: Recorder | None = None) -> Job:
+    job = Job(View.first(workers), "", recorder or Recorder(), ErrorCounts())
     for rank in range(workers):
-        applicant = Applicant(
-            job="",
-            rank=rank,
-            workers=workers,
-            uid=str(rank),
-            host="h",
-            pid=rank,
-            pserver_index=0,
-            pservers=1,
-            incarnation="",
-        )
-        job.join(applicant, jobs.CONFIG)
+        job.join(applicant(rank, workers), jobs.CONFIG)
     return job
 
 
@@ -77,6 +73,54 @@ def test_a_stream_comes_once(stream: str) -> None:
     job.open_stream(0, stream)
     with pytest.raises(ConnectError, match="has a stream already"):
         job.open_stream(0, stream)
+
+
+def applicant(rank: int, workers: int) -> Applicant:
+    return Applicant("", rank, workers, str(rank), "h", rank, 0, 1, "")
+
+
+def test_a_worker_that_joins_again_keeps_the_queue_of_its_stream() -> None:
+    job = joined(1)
+    queue = job.open_stream(0, PULL)
+    job.join(applicant(0, 1), jobs.CONFIG)
+    assert job.open_stream(0, PUSH) is queue
+
+
+@pytest.mark.parametrize("how", ["leaves", "the job fails"])
+def test_a_push_stream_without_a_pull_stream_ends_when_its_worker(how: str) -> None:
+    job, ended = joined(2), list[int]()
+    for rank in range(2):
+        job.open_stream(rank, PUSH, functools.partial(ended.append, rank))
+    job.open_stream(1, PULL)
+    if how == "leaves":
+        job.leave(0, None)
+    else:
+        job.fail(ProtocolError("garbage"))
+    assert ended == [0]  # the pull stream of rank 1 ends the other
+
+
+def test_a_job_that_all_workers_have_left_records_nothing() -> None:
+    recorder = Recorder()
+    job = joined(1, recorder)
+    job.leave(0, None)
+    with pytest.raises(ClosedError, match="all workers have left"):
+        job.trace(1, True)
+    assert not recorder.enabled
+
+
+def test_frames_under_way_are_bounded_by_what_is_declared() -> None:
+    job = joined(1)
+    job.open_stream(0, PUSH)
+    session = Session(job, 0, job.open_stream(0, PULL), lambda when, error: error)
+    session.queue.use_connection()
+    job.declare(0, 0, [], [], jobs.DEADLINE_S)
+    job.declare(0, 1, [], [jobs.bucket(MAX_SLICE_BYTES)], jobs.DEADLINE_S)
+    for _ in range(1000):  # one after another, as many as one likes
+        session.memory(PUSHED, MAX_SLICE_BYTES)
+        session._arrived(WHOLE)
+    with pytest.raises(ProtocolError, match="frames under way must have at most 268437504 bytes together"):
+        for _ in range(5):
+            session.memory(PUSHED, MAX_SLICE_BYTES)
 
 
 def test_counters_that_were_drawn_from_last_are_kept() -> None:

@@ -10,7 +10,7 @@ import jobs
 import pytest
 from jobs import attempt
 
-from tfps.errors import ClosedError, TfpsError, WorkerLostError
+from tfps.errors import ClosedError, ProtocolError, TfpsError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.recording import Recording
 from tfps.trace.recorder import RECORD, Recorder
@@ -28,6 +28,23 @@ def collected(made: Recording) -> list[tuple[str, int, bool]]:
     """Of each part role, number and whether it is the last."""
     parts = iter(functools.partial(made.collect, 1, jobs.DEADLINE_S), None)
     return [("pserver" if part.pserver else "worker", part.number, part.last) for part in parts]
+
+
+@pytest.mark.parametrize("what", ["a rank that is not expected", "half a record", "more than a recorder keeps"])
+def test_an_upload_that_cannot_be_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfps.pserver.recording._MOST_UPLOADED", 5000)
+    made, _ = started((1, 2))
+    part = pb.Records(records=bytes(10 * RECORD.itemsize))
+    made.upload(1, 1, part)
+    with pytest.raises(ProtocolError, match=r"an upload must be of a rank|a rank must upload at most 5000 bytes, got"):
+        if what == "a rank that is not expected":
+            made.upload(1, 3, part)
+        elif what == "half a record":
+            made.upload(1, 1, pb.Records(records=b"half"))
+        else:
+            for _ in range(3):
+                made.upload(1, 1, part)
+    made.upload(1, 2, part)
 
 
 def test_its_own_spans_come_in_parts_and_then_what_was_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:

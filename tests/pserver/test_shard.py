@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tfps.config import Config
-from tfps.errors import ProtocolError
+from tfps.errors import ConfigError, ProtocolError
 from tfps.exchange.aggregate import SumRound
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
+from tfps.exchange.update_spec import UpdateSpec
 from tfps.membership.view import View
 from tfps.pserver.shard import Shard
-from tfps.pserver.slices import OwnedSlice, SumSlice
+from tfps.pserver.slices import OwnedSlice, Push, SumSlice
 from tfps.trace.recorder import Recorder
+from tfps.wire.frames import Header, Kind
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096)
 SPECS = [
@@ -64,3 +66,45 @@ def test_a_layout_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ProtocolError, match="got bucket 1"):
         shard.cut_anew(Layout(5000, 8192, {0: 7, 1: 7}))
     assert not any(bucket.next for bucket in shard.buckets)
+
+
+def test_a_layout_whose_step_cannot_be_recorded_is_refused() -> None:
+    (shard,) = shards(1)
+    with pytest.raises(ProtocolError, match=r"a step of a layout must be below 2\*\*63, got 9223372036854775808"):
+        shard.cut_anew(Layout(5000, 8192, {0: 2**63}))
+
+
+def limited(max_memory: int) -> Shard:
+    return Shard(CONFIG, View.first(2), 0, Recorder(), max_memory)
+
+
+def test_what_is_cut_for_later_steps_counts_for_the_limit_of_memory() -> None:
+    shard = limited(2**20)
+    shard.add(SPECS)
+    with pytest.raises(ConfigError, match=r"must fit into the 1048576 bytes .* slices of up to 100 bytes"):
+        for step in range(1000):
+            shard.cut_anew(Layout(100, 8192, {0: step}))
+    assert len(shard.buckets[0].next) < 20
+
+
+SLOTS = tuple((f"slot{number}", 0.0) for number in range(5000))
+UPDATE = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), SLOTS, (0,), (False,))
+LARGE = {
+    "names": BucketSpec(("x" * 2**20,), "sum", 4, "float32", 0),
+    "slots": BucketSpec(("b",), "sum", 0, "float32", 0, update=UPDATE),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_what_a_bucket_takes_beside_its_values_counts_for_the_limit_of_memory(what: str) -> None:
+    with pytest.raises(ConfigError, match="must fit into the 1048576 bytes"):
+        limited(2**20).check([LARGE[what]])
+
+
+def test_a_gather_without_an_end_is_refused_once_it_does_not_fit_into_memory() -> None:
+    shard = limited(2**20)
+    shard.add(SPECS)
+    pieces = shard.buckets[1].slices[0]
+    with pytest.raises(ProtocolError, match=r"pieces of bucket 'words' in step 0 must fit into the 1048576 bytes"):
+        for index in range(2000):
+            pieces.take(Push(0, Header(Kind.PUSH, bucket=1, index=index, generation=1), memoryview(bytes(1024))))

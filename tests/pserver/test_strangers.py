@@ -27,6 +27,7 @@ from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument
 from tfps.wire.control import CHANNEL_OPTIONS, PROTOCOL_VERSION, Pserver, method
+from tfps.wire.frames import Header, Kind, encode
 
 MIB = 2**20
 
@@ -180,6 +181,56 @@ def test_a_layout_of_tiny_slices_is_refused(cluster: Cluster) -> None:
     layout = pb.Layout(slice_bytes=4, window_bytes=4, buckets=[0], steps=[1])
     with pytest.raises(ConfigError, match="in 262145 slices of up to 4 bytes"):
         member.pserver.call("Tune", pb.TuneRequest(incarnation=member.incarnation, layout=layout), jobs.DEADLINE_S)
+
+
+@pytest.mark.parametrize("rank", ["9" * 5000, "-1", "1 ", "x", ""])
+def test_a_rank_that_is_no_number_is_refused_by_name(rank: str, cluster: Cluster) -> None:
+    for error in cluster.raw(cluster.pserver(1).address).second_streams(None, rank):
+        assert re.fullmatch(r"metadata tfps-rank must be a number, got '[^']{0,20}'", str(error))
+
+
+def test_members_that_only_push_and_leave_hold_no_threads(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    for _ in range(30):  # more than the pserver has threads
+        member = cluster.raw(server.address)
+        pushing = member._push(member._outbox, member.incarnation, "0")
+        jobs.poll(lambda: bool(server._job._membership.members[0].streams))
+        member.leave()
+        assert pushing.exception(jobs.DEADLINE_S) is not None
+
+
+def test_members_that_read_no_replies_keep_no_threads_once_their_job_is_over(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.server._UNREAD_S", 0.05)
+    narrow = [option for option in CHANNEL_OPTIONS if option[0] != "grpc.http2.lookahead_bytes"]
+    monkeypatch.setattr("tfps.wire.control.CHANNEL_OPTIONS", narrow)
+    server = cluster.pserver(1)
+    for _ in range(20):  # more than the pserver has threads
+        member = cluster.raw(server.address, config=Config(slice_bytes=2**20, window_bytes=2**20)).open().declare()
+        member.declare(pb.Bucket(names=["b"], kind="sum", nbytes=2**20, dtype="float32"), number=1)
+        member.send(encode(Header(Kind.PUSH), bytes(2**20)))
+        jobs.poll(lambda: server._job._queues[0].load.sent_slices == 1)  # stuck: more than the client lets come
+        member.send(encode(Header(Kind.REPLY)))
+        jobs.poll(lambda: server._job.over)
+    worker = cluster.worker([server.address], config=settings(""))
+    worker.declare([SUM])
+    still_sums(worker)
+
+
+def test_workers_that_died_before_their_streams_leave_nothing_to_the_next_job(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = cluster.pserver(1)
+    dead = cluster.raw(server.address, config=Config(slice_bytes=64))
+    trace = pb.TraceRequest(incarnation=dead.incarnation, number=1, on=True)
+    dead.pserver.call("Trace", trace, jobs.DEADLINE_S)
+    assert server._recorder.enabled
+    monkeypatch.setattr("tfps.pserver.job.STREAM_GRACE_S", 0.0)
+    worker = cluster.worker([server.address], config=settings(""))
+    worker.declare([SUM])
+    still_sums(worker)
+    assert not server._recorder.enabled
 
 
 # A job goes on meanwhile

@@ -14,6 +14,7 @@ from tfps.exchange.codecs import ITEM_BYTES, Codec
 from tfps.membership.view import View
 from tfps.types import Array, Buffer, DType
 
+_PIECE_BYTES = 256  # that a piece of a gather takes beside its payload
 _INDICES_SIZE = struct.Struct("<Q")
 
 
@@ -146,7 +147,8 @@ class SumRound(Round):
             self._sum, self._owned = part, owned
         else:
             out = self._sum if self._owned else part if owned else np.empty_like(part)
-            self._sum, self._owned = np.add(self._sum, part, out=out), True
+            with np.errstate(all="ignore"):  # training that diverges is no business of a pserver's log
+                self._sum, self._owned = np.add(self._sum, part, out=out), True
 
 
 class GatherRound(Round):
@@ -156,9 +158,10 @@ class GatherRound(Round):
     rank order.
     """
 
-    def __init__(self, label: str, view: View, slice_bytes: int) -> None:
+    def __init__(self, label: str, view: View, slice_bytes: int, most_bytes: int = 2**63) -> None:
         super().__init__(label, view, 0)
-        self.slice_bytes = slice_bytes
+        self.slice_bytes, self._most_bytes = slice_bytes, most_bytes
+        self._kept_bytes = 0  # by the pieces of the current step
         self._pieces: dict[int, list[memoryview]] = {}
 
     def add(self, rank: int, step: int, index: int, piece: memoryview, last: bool) -> None:
@@ -170,6 +173,12 @@ class GatherRound(Round):
         if len(piece) > self.slice_bytes or (not last and len(piece) < self.slice_bytes):
             rule = f"at most {self.slice_bytes}" if last else f"{self.slice_bytes}"
             raise ProtocolError(f"a piece of {self.label} must have {rule} bytes, got {len(piece)}")
+        self._kept_bytes += len(piece) + _PIECE_BYTES
+        if self._kept_bytes > self._most_bytes:
+            raise ProtocolError(
+                f"the pieces of {self.label} in step {step} must fit into the {self._most_bytes} bytes that a pserver "
+                f"may use (--max-memory), got {self._kept_bytes} bytes"
+            )
         pieces.append(piece)
         if last:
             self.arrived.add(rank)
@@ -179,7 +188,7 @@ class GatherRound(Round):
         parts = [self._pieces[rank] for rank in sorted(self.arrived)]
         sizes = struct.pack(f"<{len(parts)}Q", *(sum(map(len, pieces)) for pieces in parts))
         result = b"".join([sizes, *(piece for pieces in parts for piece in pieces)])
-        self._pieces = {}
+        self._pieces, self._kept_bytes = {}, 0
         self._advance()
         return memoryview(result)
 

@@ -11,9 +11,9 @@ codecs round to nearest and have none.
 from __future__ import annotations
 
 import abc
-import functools
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -47,7 +47,7 @@ _scratch = _Scratch()
 
 
 class Codec(abc.ABC):
-    """One codec, always the same object for one name; any thread."""
+    """One codec, the same object for all who use one of its name; any thread."""
 
     name: str  # as in `Config.compression`
     feeds_back = False  # whether it leaves a residual
@@ -314,7 +314,8 @@ def _at_least(numbers: Floats, bound: np.uint32) -> NDArray[np.intp]:
 
 
 _PLAIN: dict[str, Codec] = {codec.name: codec for codec in (_Bfloat16(), _Float16(), _Int8(), _OneBit())}
-_top_k = functools.cache(_TopK)  # one object for all spellings of a fraction
+_top_ks: weakref.WeakValueDictionary[float, _TopK] = weakref.WeakValueDictionary()  # by fraction, those in use
+_top_ks_lock = threading.Lock()  # guards it
 
 
 def codec_of(name: str) -> Codec | None:
@@ -327,7 +328,10 @@ def known(name: str) -> Codec:
     if (codec := _PLAIN.get(name)) is not None:
         return codec
     if (fraction := kept_fraction(name)) is not None:
-        return _top_k(fraction)
+        with _top_ks_lock:
+            if (found := _top_ks.get(fraction)) is None:
+                found = _top_ks[fraction] = _TopK(fraction)
+            return found
     raise ConfigError(f"codec must be one of none, {', '.join(_PLAIN)}, topk:0.01, got {name!r}")
 
 

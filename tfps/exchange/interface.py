@@ -27,7 +27,8 @@ def parse_dtype(name: str) -> DType:
     with contextlib.suppress(ImportError):
         import ml_dtypes  # noqa: F401  # registers its names; a pserver without it serves numpy's dtypes
     try:
-        dtype = np.dtype(name)
+        # A text that is no name would be parsed as a description of a structure, which raises all kinds of errors.
+        dtype = np.dtype(name if name.isidentifier() else object)
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "biufc" and dtype.type.__module__ != "ml_dtypes":

@@ -17,6 +17,7 @@ from tfps.errors import ConfigError, ProtocolError
 from tfps.exchange.interface import BucketSpec, parse_dtype
 
 _KIB = 1024
+_MOST_STEPS = 2**63  # so that they can be recorded
 MIN_TUNED_BYTES, MAX_TUNED_BYTES = 32 * _KIB, 4096 * _KIB
 MAX_TUNED_GRPC_BYTES = 1024 * _KIB  # nothing overtakes within one
 MAX_WINDOW_BYTES = 64 * 1024 * _KIB
@@ -125,6 +126,8 @@ def cut_anew(
     for bucket in sorted(layout.steps):
         if not 0 <= bucket < len(specs) or not tunable(specs[bucket]):
             raise ProtocolError(f"a layout must list buckets that can be cut, got bucket {bucket}")
+        if layout.steps[bucket] >= _MOST_STEPS:
+            raise ProtocolError(f"a step of a layout must be below 2**63, got {layout.steps[bucket]}")
         found[bucket] = cut_sum(specs[bucket], layout.slice_bytes, placer, layout.steps[bucket])
     return found
 

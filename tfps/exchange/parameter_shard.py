@@ -12,6 +12,8 @@ from tfps.exchange.codecs import ITEM_BYTES, Bytes, Codec, Floats
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.types import Buffer
 
+_MOST_PUT, _MOST_PUTS = 2, 2**16  # of what waits for the next step: times all arrays, and parts
+
 
 class ParameterShard:
     """Part of a bucket's parameters (array 0) and of its slots (arrays 1, 2, ... in the order of the spec).
@@ -38,8 +40,18 @@ class ParameterShard:
         Writing array 0 also overwrites the worker view: every rank has just assigned it. Write that last if it must
         differ.
         """
-        self._check(number, begin, memoryview(values).nbytes)
-        self._put.append((number, begin, bytes(values)))
+        values = bytes(values)
+        end = begin + len(values)
+        self._check(number, begin, len(values))
+        # What this replaces wholly needs no memory any more: a program may assign often between two steps.
+        kept = [put for put in self._put if put[0] != number or put[1] < begin or put[1] + len(put[2]) > end]
+        most = _MOST_PUT * self._arrays[0].nbytes * len(self._arrays)
+        if sum(len(put[2]) for put in kept) + len(values) > most or len(kept) >= _MOST_PUTS:
+            raise ProtocolError(
+                f"what is put into {self.label} between two steps must be at most {_MOST_PUTS} parts and {most} bytes, "
+                f"where parts overlap, got one more of {len(values)} bytes"
+            )
+        self._put = [*kept, (number, begin, values)]
 
     def take_put(self) -> None:
         """Makes what has been put count; other bytes stay as updates have left them.

@@ -196,8 +196,8 @@ def update(
         runs: first item, end, and whether weight decay applies.
     """
     rule, k = _RULES[spec.rule], dict(spec.constants)
-    n = {name: _f(value) for name, value in scalars.items()}
     with flushed(), np.errstate(all="ignore"):
+        n = {name: _f(value) for name, value in scalars.items()}
         for first, end, decayed in runs:
             for begin in range(first, end, CHUNK):
                 part = slice(begin, min(begin + CHUNK, end))

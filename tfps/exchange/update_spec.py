@@ -98,7 +98,7 @@ class UpdateSpec:
             )
         except ConfigError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"an update must be what UpdateSpec.text returns, got {text[:200]!r}") from error
 
 

@@ -221,7 +221,8 @@ class AsyncSlice(OwnedSlice):
         total = np.zeros(self.nbytes // 4, np.float32)
         for rank in sorted(collected):
             if (part := collected[rank].gradient) is not None:
-                total += part
+                with np.errstate(all="ignore"):
+                    total += part
         payload = total.view(np.uint8).data
         return [Answer((rank,), _alone(pushed.push, WHOLE), payload) for rank, pushed in collected.items()]
 
@@ -229,10 +230,11 @@ class AsyncSlice(OwnedSlice):
         push, gradient, scalars, arrived_ns = pushed
         if gradient is not None and scalars is not None:
             if push.rank in self._seen:
-                change = self.parameters.parameters - self._seen[push.rank]
-                for factor in (gradient, gradient, np.float32(self._delay_compensation)):
-                    change *= factor
-                gradient = np.add(change, gradient, out=change)
+                with np.errstate(all="ignore"):
+                    change = self.parameters.parameters - self._seen[push.rank]
+                    for factor in (gradient, gradient, np.float32(self._delay_compensation)):
+                        change *= factor
+                    gradient = np.add(change, gradient, out=change)
             self.parameters.update(gradient.data, scalars)
             self._record(push, arrived_ns, self.nbytes, push.header.index)
         self._done[push.rank] += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tfps.config import Config
+from tfps.config import MAX_SLICE_BYTES, Config
 from tfps.errors import (
     ClosedError,
     ConnectError,
@@ -23,7 +23,7 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec, declared
 from tfps.exchange.layout import Layout
-from tfps.membership.members import Applicant, Member, Members, State, first_difference
+from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, State, first_difference
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.async_slice import AsyncSlice
@@ -109,6 +109,16 @@ class Job:
         """Whether it has begun and is not over."""
         return bool(self._membership.members) and not self.over
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether all who have joined died before they opened a stream: nothing of them may reach the next job."""
+        with self._changed:
+            members, now_s = self._membership.members.values(), time.monotonic()
+            return bool(members) and all(
+                member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S
+                for member in members
+            )
+
     def wait_over(self, timeout_s: float) -> None:
         """Waits while some have left and others not: a script may train again while slower workers finish a job."""
         with self._changed:
@@ -137,7 +147,7 @@ class Job:
                 if config.min_workers is not None:
                     Heartbeat("tfps-heartbeat", self._beat)
                 self._log(f"begins: {member} is the first of {view.workers} workers")
-            if member.state is State.JOINED:
+            if member.state is State.JOINED and not member.streams:  # else a repeated call: streams use its queue
                 self._memory.pop(member.rank, None)
                 if memory is not None:
                     self._memory[member.rank] = memory
@@ -211,6 +221,7 @@ class Job:
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
+        self._end_lone_streams()
         self._shard.bound.quiesce(rank, gone=True)
         if self._goes_on(1):
             self._membership.part(rank)
@@ -391,6 +402,20 @@ class Job:
         self.recording.fail(error)
         for queue in list(self._queues.values()):
             queue.fail(error)
+        self._end_lone_streams()
+
+    def _end_lone_streams(self) -> None:
+        """Ends push streams of members that are gone, or whose job has failed, and that have no pull stream for it."""
+        with self._changed:
+            over = [
+                rank
+                for rank in self._ends
+                if PULL not in (member := self._membership.members[rank]).streams
+                and (self._failure is not None or member.state is State.GONE)
+            ]
+            ends = [self._ends.pop(rank) for rank in over]
+        for end in ends:
+            end()
 
     def _log(self, what: str) -> None:
         names = (member.applicant.job for member in self._membership.members.values())
@@ -483,6 +508,8 @@ class Job:
         """Starts or stops recording a capture, and tells all workers."""
         with self._changed:
             self._raise_failure()
+            if self._membership.over:  # the recorder is the next job's
+                raise ClosedError("all workers have left the job, so nothing of it can be recorded")
             if on:
                 others = set(self._membership.view.ranks[1:]) - set(self._membership.gone())
                 self.recording.start(number, () if self._shard.index else others)
@@ -540,6 +567,12 @@ class Job:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no update, got step scalars for one")
         if error := bucket.scalars.take(rank, header.step, payload):
             self.fail(error)
+
+    @property
+    def most_under_way(self) -> int:
+        """More than the bytes of all frames of which a rank that keeps to the protocol can have sent a part."""
+        slice_bytes = self._shard.config.first_slice_bytes  # of a gather
+        return 2 * (MAX_SLICE_BYTES + sum(bucket.spec.nbytes + slice_bytes for bucket in self._shard.buckets))
 
     def bucket(self, number: int) -> OwnedBucket:
         with self._changed:
@@ -649,14 +682,24 @@ class Session:
 
     def __init__(self, job: Job, rank: int, queue: SendQueue, failed: Callable[..., TfpsError]) -> None:
         self._job, self.rank, self.queue, self._failed = job, rank, queue, failed
+        self._under_way = 0  # bytes of frames that have begun to come over a data connection
 
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        self._under_way += nbytes
+        if self._under_way > 2 * MAX_SLICE_BYTES and self._under_way > (most := self._job.most_under_way):
+            raise ProtocolError(f"frames under way must have at most {most} bytes together, got {self._under_way}")
         return None
 
+    def _arrived(self, payload: memoryview) -> None:
+        if self.queue.on_connection:  # else `memory` is not asked
+            self._under_way -= len(payload)
+
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self._arrived(payload)
         self._job.push(self.rank, header, payload, place)
 
     def notice(self, header: Header, payload: memoryview) -> None:
+        self._arrived(payload)
         if header.kind != Kind.SCALARS:
             raise not_expected(header, Kind.PUSH)
         self._job.take_scalars(self.rank, header, payload)

@@ -6,10 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from tfps.errors import ClosedError, TfpsError
+from tfps.errors import ClosedError, ProtocolError, TfpsError
 from tfps.protos import tfps_pb2 as pb
-from tfps.trace.recorder import Recorder
+from tfps.trace.recorder import CAPACITY, RECORD, Recorder
 from tfps.wire.control import record_messages
+
+_PART_BYTES = 1024  # that an uploaded part takes beside its bytes
+_MOST_UPLOADED = CAPACITY * RECORD.itemsize + 2**20  # bytes of a rank: what its recorder keeps
 
 
 class Recording:
@@ -22,6 +25,7 @@ class Recording:
         self._runs = False
         self._parts: deque[pb.Records] = deque()
         self._expected: set[int] = set()  # ranks that may still upload
+        self._uploaded: dict[int, int] = {}  # bytes of each rank so far
         self._failure: TfpsError | None = None
 
     def start(self, number: int, uploading: Iterable[int]) -> None:
@@ -29,7 +33,7 @@ class Recording:
         with self._changed:
             self.number, self._runs = number, True
             self._parts.clear()
-            self._expected = set(uploading)
+            self._expected, self._uploaded = set(uploading), {}
             self._recorder.start()
             self._changed.notify_all()
 
@@ -46,6 +50,14 @@ class Recording:
     def upload(self, number: int, rank: int, part: pb.Records) -> None:
         with self._changed:
             self._check(number)
+            if rank not in self._expected or len(part.records) % RECORD.itemsize:
+                raise ProtocolError(
+                    f"an upload must be of a rank that has not ended its own, in whole records of {RECORD.itemsize} "
+                    f"bytes, got {len(part.records)} bytes of rank {rank}"
+                )
+            uploaded = self._uploaded[rank] = self._uploaded.get(rank, 0) + part.ByteSize() + _PART_BYTES
+            if uploaded > _MOST_UPLOADED:
+                raise ProtocolError(f"a rank must upload at most {_MOST_UPLOADED} bytes, got {uploaded} of rank {rank}")
             self._parts.append(part)
             if part.last:
                 self._expected.discard(rank)

@@ -15,7 +15,15 @@ from google.protobuf.message import Message
 
 from tfps import __version__
 from tfps.config import Security
-from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    ProtocolError,
+    PserverLostError,
+    TfpsError,
+    WorkerLostError,
+)
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.membership.members import Applicant
 from tfps.membership.view import View
@@ -41,6 +49,8 @@ _MAX_WAIT_S = 60.0  # of another call
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 _PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and at once
 _OF_APPLICANT = ("job", "workers", "uid", "host", "pid", "pserver_index", "pservers", "incarnation")  # fields of a Join
+_UNREAD_S = 5.0  # for a worker to read the rest of a stream over gRPC whose job is over: until then it holds threads
+_RANK_DIGITS = 10  # of a rank, at most
 _MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in the long run and at once
 
 
@@ -199,6 +209,8 @@ class ParameterServer:
         with self._lock:
             if self.stopped:
                 raise ConnectError("the pserver is stopping")
+            if self._job.abandoned:
+                self._job.fail(WorkerLostError("all workers died before they had opened their streams"))
             if self._job.over:
                 self._job = self._new_job()
             first = not self._job.incarnation
@@ -261,8 +273,8 @@ class ParameterServer:
         try:
             metadata = dict(context.invocation_metadata())
             text = str(metadata.get(control.RANK_KEY, ""))
-            if not text.isdigit():
-                raise ConnectError(f"metadata {control.RANK_KEY} must be a number, got {text!r}")
+            if not (text.isascii() and text.isdigit() and len(text) <= _RANK_DIGITS):  # else int() may raise
+                raise ConnectError(f"metadata {control.RANK_KEY} must be a number, got {text[:20]!a}")
             job, rank = self._job_of(metadata.get(control.INCARNATION_KEY, "")), int(text)
             return Session(job, rank, job.open_stream(rank, stream, end), self._failed)
         except TfpsError as error:
@@ -281,8 +293,20 @@ class ParameterServer:
         if isinstance(session, TfpsError):
             yield frames.encode_error(session)
             return
-        if not context.add_callback(session.ended):  # also called if the stream breaks while idle
+        unread = threading.Timer(_UNREAD_S, context.cancel)
+        unread.daemon = True
+
+        def begin() -> None:
+            with contextlib.suppress(RuntimeError):  # no more threads
+                unread.start()
+
+        def ended() -> None:
+            unread.cancel()
             session.ended()
+
+        session.queue.when_over(begin)
+        if not context.add_callback(ended):  # also called if the stream breaks while idle
+            ended()
         try:
             yield from outgoing(session.queue)
         except Exception as error:

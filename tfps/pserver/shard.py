@@ -17,6 +17,7 @@ from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, RoundSlic
 from tfps.trace.recorder import Recorder
 
 _SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
+_ARRAY_BYTES, _TEXT_BYTES, _CHARACTER_BYTES = 128, 128, 4  # that an array, a text and each of its characters take
 
 
 @dataclass(slots=True)
@@ -69,8 +70,11 @@ class Shard:
         copies = workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
         kept = sum(spec.nbytes * (kept_arrays(spec) + copies * (spec.update is not None)) for spec in specs)
         payload = (sum(spec.nbytes * parts for spec in specs) + kept) // pservers
-        slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
-        if payload + slices * _SLICE_BYTES > self._max_memory:
+        counts = [spec.nbytes // slice_bytes + 1 for spec in specs]
+        slices = sum(counts) + sum(len(found) for bucket in self.buckets for found in bucket.next.values())
+        arrays = sum(count * kept_arrays(spec) for count, spec in zip(counts, specs, strict=True))
+        beside = slices * _SLICE_BYTES + arrays * _ARRAY_BYTES + sum(map(_text_bytes, specs))
+        if payload + beside > self._max_memory:
             raise ConfigError(
                 f"what a job declares must fit into the {self._max_memory} bytes that a pserver may use "
                 f"(--max-memory), got {payload} bytes here in {slices} slices of up to {slice_bytes} bytes on all of "
@@ -89,7 +93,7 @@ class Shard:
             if spec.kind == "sum":
                 bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer))
             elif self._placer.place_gather() == self.index:
-                round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes)
+                round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes, self._max_memory)
                 bucket.slices[0] = GatherSlice(self._recorder, round_, self.sets)
             self.buckets.append(bucket)
 
@@ -138,6 +142,14 @@ class Shard:
             round_ = SumRound(format_, self.view, config.deterministic, cutting.step)
             found[index] = SumSlice(self._recorder, round_, self.sets, parameters, scalars)
         return found
+
+
+def _text_bytes(spec: BucketSpec) -> int:
+    """What the names and the update of a bucket take."""
+    texts = [*spec.names]
+    if (update := spec.update) is not None:
+        texts += [name for name, _ in (*update.constants, *update.slots)] + [""] * len(update.sizes)
+    return sum(_TEXT_BYTES + _CHARACTER_BYTES * len(text) for text in texts)
 
 
 def kept_arrays(spec: BucketSpec) -> int:

@@ -213,7 +213,8 @@ class SumSlice(RoundSlice):
         if not whole and not last:
             return Encoding(self._codec, values, self._residual if contributed else None), 0
         if self._residual is not None:
-            values = values + self._residual
+            with np.errstate(all="ignore"):
+                values = values + self._residual
             self._residual[...] = 0
         return values.view(np.uint8).data, WHOLE
 

@@ -15,6 +15,7 @@ from tfps.trace.capture import KINDS, NONE, Kind, Span
 _FORMAT = "Bqqqiqiqqii"
 RECORD = np.dtype([(name, f"<{code}") for name, code in zip(("kind", *Span._fields[3:]), _FORMAT, strict=True)])
 _pack = struct.Struct(f"<{_FORMAT}").pack
+CAPACITY = 1_000_000  # spans that a recorder keeps, if it is not told otherwise
 UNKNOWN = -(2**63)  # a time that was not recorded
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 SENT = 100  # a slice was queued at begin_ns (may be UNKNOWN) and sent at end_ns
@@ -28,7 +29,7 @@ class Recorder:
     Keeps the latest spans up to its capacity; each takes 65 bytes plus Python's 41.
     """
 
-    def __init__(self, capacity: int = 1_000_000, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, capacity: int = CAPACITY, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.enabled = False
         self.started_ns = 0  # by the last `start`
         self.clock = clock  # gives all times of this process in a capture, nanoseconds

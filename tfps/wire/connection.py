@@ -49,6 +49,8 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
         queue.received(nbytes, header.received)
         receiver.data(header, payload, place)
     elif header.kind == Kind.ACK:
+        if payload:
+            raise ProtocolError(f"an ACK must have no payload, got {len(payload)} bytes")
         queue.acked(header.received)
     elif header.kind == Kind.BEAT:
         pass

@@ -158,6 +158,16 @@ class SendQueue:
         self._closed = False
         self._failure: TfpsError | None = None
         self._heard_s = time.monotonic()  # written and read without the lock
+        self._when_over: Callable[[], object] = lambda: None
+
+    def when_over(self, call: Callable[[], object]) -> None:
+        """Has `call` called once nothing more can be put: at once if that is so."""
+        with self._changed:
+            over = self._closed or self._failure is not None
+            if not over:
+                self._when_over = call
+        if over:
+            call()
 
     def heard(self) -> None:
         """Notes a sign of life of the other end."""
@@ -334,9 +344,12 @@ class SendQueue:
     def close(self) -> None:
         """Drops waiting frames and ends the sender."""
         with self._changed:
+            over = self._closed or self._failure is not None
             self._closed = True
             self._heap.clear()
             self._changed.notify_all()
+        if not over:
+            self._when_over()
 
     def fail(self, error: TfpsError) -> None:
         """Drops waiting frames and raises `error` in the sender. Ignored after `close` or an earlier `fail`."""
@@ -346,6 +359,7 @@ class SendQueue:
             self._failure = error
             self._heap.clear()
             self._changed.notify_all()
+        self._when_over()
 
 
 def put_in_all(queues: Iterable[SendQueue], parts: Sequence[tuple[Header, memoryview]]) -> None:
