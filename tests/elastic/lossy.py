@@ -7,6 +7,7 @@ lossy.py FOLDER plain RANK      plain Keras, without the rows that rank RANK saw
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import training
+from jobs import poll
 
 import tfps
 from tfps.input import datasets
@@ -25,7 +27,8 @@ from tfps.input.lockstep import Lockstep
 from tfps.types import Argument, Model
 from tfps.worker.worker import Worker
 
-BATCH, EPOCHS = 47, 2
+BATCH = 47
+EPOCHS = int(os.environ.get("EPOCHS", "2"))
 SAMPLES = 5 * BATCH + 13
 OPTIMIZERS = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -53,6 +56,12 @@ def batches(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarr
 def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks.Callback | None, folder: Path) -> None:
     x, y = training.digits(SAMPLES)
     more: dict[str, Argument] = {"epochs": EPOCHS, "verbose": 0, "callbacks": [fault] if fault else []}
+    if "joined" in kind:
+        more["callbacks"].append(WaitsForNewcomer(strategy))
+    if "shuffled" in kind:  # what these find decides how training goes on
+        more["callbacks"].append(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0))
+        stopping = keras.callbacks.EarlyStopping("accuracy", patience=100, mode="min", restore_best_weights=True)
+        more["callbacks"].append(stopping)
     if "validation" in kind:
         more["validation_data"] = training.digits(60)
         more["validation_batch_size"] = 13
@@ -78,7 +87,20 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
             for batch in data:
                 strategy.run(step, args=batch)
     else:
-        model.fit(x, y, batch_size=BATCH, shuffle=False, **more)
+        history = model.fit(x, y, batch_size=BATCH, shuffle="shuffled" in kind, **more).history
+        (folder / f"history{cast(Worker, strategy._runtime.exchange).rank}.json").write_text(json.dumps(history))
+
+
+class WaitsForNewcomer(keras.callbacks.Callback):
+    """At the end of the first epoch the first worker waits until another one wants to join."""
+
+    def __init__(self, strategy: tfps.Strategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch: int, logs: Argument = None) -> None:
+        if epoch == 0 and self._strategy.rank == 0:
+            poll(lambda: bool(self._strategy._runtime.exchange.joining.candidates(1)))
 
 
 class Batches(keras.utils.PyDataset):
@@ -150,8 +172,8 @@ def plain(folder: Path, rank: str) -> None:
                 numbers = [by_path[_path(name, by_path)] for name in names]
                 flat = np.concatenate([gradients[n] for n in numbers])
                 step, lacking = counted.get((each, bucket), (len(steps), ()))
-                if number > step:
-                    flat[:] = 0
+                if number > step and all(each in found["divided"][other] for other in range(step, number)):
+                    flat[:] = 0  # others had taken the next batch with it already
                 elif number == step:
                     for index in lacking:
                         begin, nbytes = slices[index]

@@ -192,6 +192,34 @@ class Peers(Protocol):
         """Lets the deadline of the outstanding push of `bucket`, if any, begin anew."""
 
 
+class Joining(Protocol):
+    """How a worker joins a job under way (a **candidate**, until it takes part), and how the others let it."""
+
+    @property
+    def candidate(self) -> bool: ...  # whatever it exchanges comes back to it unchanged
+
+    def lines(self) -> Sequence[str]:
+        """The details of the job's declarations without buckets, for a candidate."""
+
+    def trying_out(self) -> contextlib.AbstractContextManager[None]:
+        """In the block a candidate may exchange gradients, with nobody."""
+
+    def take_part(self, training: int) -> int | None:
+        """Waits until the others let this candidate take part in training number `training`, from 1.
+
+        Returns the lowest rank of the others; None if they are in a later training. WaitTimeoutError: it took too long.
+        """
+
+    def candidates(self, training: int) -> list[int]:
+        """The ranks that wait to take part in it."""
+
+    def admit(self, candidates: Sequence[int]) -> int | None:
+        """Lets them take part from the next round of every bucket on; all ranks call it, with nothing under way.
+
+        Returns the lowest rank of those that took part before; None if no candidate is there any more.
+        """
+
+
 class Captures(Protocol):
     """Records captures on all workers and pservers, in their recorders. UnsupportedError on all ranks but 0."""
 
@@ -228,6 +256,8 @@ class Exchange(Protocol):
     def state(self) -> State: ...
     @property
     def peers(self) -> Peers: ...
+    @property
+    def joining(self) -> Joining: ...
     @property
     def captures(self) -> Captures: ...
     @property

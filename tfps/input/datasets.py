@@ -42,6 +42,7 @@ class _Staged:
     first: FirstBatches | None = None
     sources: list[tf.data.Dataset]
     whole: Whole | None = None
+    opened = 0  # how often it has been iterated over
     cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
@@ -71,6 +72,7 @@ class _Staged:
         if min(known) >= 0:
             each = known if len(known) == replicas or cuts else [known[0] / replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
+        self.opened += 1
         groups = functools.partial(read_groups, sources, 1 if cuts else replicas, element_spec, pads)
         if whole is None:
             chosen = groups()
@@ -84,6 +86,14 @@ class _Staged:
         feed = Feed(self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
+
+    def open_until(self, count: int) -> None:
+        """Iterates until it has been done `count` times: each time its data may have another order."""
+        for _ in range(count - self.opened):
+            with tf.device(HOST):
+                for source in self.sources:
+                    iter(source)
+        self.opened = max(self.opened, count)
 
     def begin_anew(self) -> None:
         """Makes the next epoch begin with the first batch."""

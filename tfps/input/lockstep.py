@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import threading
 import weakref
@@ -133,7 +132,7 @@ class Lockstep:
         self._lock = threading.RLock()
         self._iterators: weakref.WeakValueDictionary[int, IteratorProgress] = weakref.WeakValueDictionary()
         self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
-        self._places = itertools.count()
+        self.places = 0  # of iterators in lockstep so far
         self._failure = ""
         self._warned = False
         self._stopped: threading.Event | None = None  # set when the program waits for a batch that is not announced
@@ -206,7 +205,7 @@ class Lockstep:
             together = trains or meets or position < progress.owed
             if (trains or meets) and not progress.over:
                 if progress.place is None:
-                    progress.place = next(self._places)
+                    progress.place, self.places = self.places, self.places + 1
                     progress.agreed = position
                 if position > progress.owed:  # those between followed steps that exchanged nothing
                     progress.agreed = position

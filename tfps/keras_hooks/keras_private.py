@@ -73,7 +73,7 @@ with _fitting():
     needs(keras.optimizers.Optimizer, "_distribution_strategy", "_trainable_variables", "use_ema")
     needs(keras.Model, "distribute_strategy")  # tells which models to handle
     needs(keras.Model, "_flatten_layers")  # whether all are built (layers.py), and which adapt (agreed_logs.py)
-    needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore: the first epoch of `fit`
+    needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore and joining.py: the first epoch of `fit`
     needs(keras.Layer, "_losses")  # layers.py
     needs(keras.callbacks.CallbackList, "model")
     needs(keras.callbacks.ModelCheckpoint, "_get_file_path")
@@ -113,6 +113,11 @@ def set_global_seeds(state: list[int] | None) -> None:
 def distributed_dataset(epochs: Batches) -> Batches:
     """Returns the distributed dataset of `fit`'s epoch iterator."""
     return epochs._distributed_dataset
+
+
+def begin_at(model: Model, epoch: int | None) -> None:
+    """Makes `fit` begin at `epoch`; None: where it is told to."""
+    model._initial_epoch = epoch
 
 
 def batch_counter(optimizer: Optimizer) -> Variable:

@@ -19,7 +19,7 @@ import keras
 from tfps.graph.patches import BaseStrategy, replaced
 from tfps.keras_hooks.agreed_logs import compared_tables
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
-from tfps.keras_hooks.keras_private import trainer_module
+from tfps.keras_hooks.keras_private import begin_at, trainer_module
 from tfps.types import Batches, Callback, Function, Model
 
 _PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
@@ -62,6 +62,8 @@ def _reset(original: Function, epochs: Batches) -> None:
     """An epoch ends with the data where workers take batches apart (mode `async`)."""
     original(epochs)
     strategy = _own_strategy(epochs)
+    if strategy is not None and not strategy.extended.sharding.in_epoch and not strategy.extended.sharding.evaluates:
+        strategy.extended.epochs = epochs
     if strategy is not None and strategy.extended.hands_out:
         strategy.extended.policy.reset_epochs(epochs)
 
@@ -113,6 +115,9 @@ def _end_training(
     """Ends the last round of modes `diloco` and `local` before callbacks save."""
     strategy.extended.policy.end_training()
     original(callbacks, *args, **options)
+    if strategy.extended.positioned:  # this training alone began elsewhere
+        strategy.extended.positioned = False
+        begin_at(callbacks.model, None)
 
 
 @replaces(keras.Model, "fit", _PROGRAMS)

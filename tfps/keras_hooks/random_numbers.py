@@ -11,7 +11,8 @@ import contextlib
 import json
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -24,8 +25,9 @@ from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import ArrayDataAdapter, global_seeds, set_global_seeds
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Batches, Function, Value
+from tfps.types import Argument, Batches, Function, Value, Variable
 
+_STATES = "random states: "
 _APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
 _SEEDS = 2**31 - 1  # number of seeds that TensorFlow distinguishes
 
@@ -37,11 +39,12 @@ class _Shared:
     """Where seeds of datasets come from, and what shuffles now; None: TensorFlow. Used by the main thread."""
 
     seeds: random.Random | None = None
+    counts: ClassVar[list[Variable]] = []  # of the orders of arrays so far, for each time that `fit` shuffles some
     shuffle: Callable[[Value], tf.Tensor] | None = None
 
 
-def share_random_states(runtime: Runtime) -> None:
-    """Gives this rank rank 0's random states; every rank must call it."""
+def share_random_states(runtime: Runtime, *, for_newcomers: bool) -> None:
+    """Gives this rank rank 0's random states; every rank must call it. `for_newcomers`: others may need them later."""
     if runtime.exchange.view.workers == 1:
         return
     numpy_ = np.random.get_state(legacy=False)
@@ -52,9 +55,16 @@ def share_random_states(runtime: Runtime) -> None:
         "keras": global_seeds(),
         "datasets": secrets.randbits(64),
     }
-    first = json.loads(Broadcast(runtime, "random states")(lambda: json.dumps(own).encode()))
+    exchange = runtime.exchange
+    if exchange.joining.candidate:
+        said = next(line for line in exchange.joining.lines() if line.startswith(_STATES))
+    else:
+        said = _STATES + Broadcast(runtime, "random states")(lambda: json.dumps(own).encode()).decode()
+        if for_newcomers:
+            exchange.declare([], [said])
+    first = json.loads(said.removeprefix(_STATES))
     _Shared.seeds = random.Random(first["datasets"])
-    if runtime.exchange.rank == runtime.source:
+    if exchange.rank == runtime.source and not exchange.joining.candidate:
         return
     set_global_seeds(first["keras"])
     numpy_, own_kind = first["numpy"], np.random.get_state(legacy=False)["bit_generator"]
@@ -86,8 +96,20 @@ def _shuffle_arrays_alike(original: Function, arrays: Batches) -> tf.data.Datase
         number = count.assign_add(1, read_value=True)
         return tf.random.experimental.stateless_shuffle(value, tf.stack([tf.constant(seed, tf.int64), number]))
 
+    _Shared.counts.append(count)
     with replaced(_Shared, "shuffle", shuffle_alike):
         return original(arrays)
+
+
+def shuffles() -> list[int]:
+    """How many orders arrays have had so far, in each training."""
+    return [int(count) for count in _Shared.counts]
+
+
+def set_shuffles(numbers: Sequence[int]) -> None:
+    """Makes arrays go on with the orders that follow those of another rank."""
+    for count, number in zip(_Shared.counts, numbers, strict=False):
+        count.assign(number)
 
 
 @replaces(tf.random, "shuffle", _UNSEEDED)

@@ -6,12 +6,14 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AdmitReply(_message.Message):
-    __slots__ = ["failure", "present"]
+    __slots__ = ["before", "failure", "present"]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
+    before: _containers.RepeatedScalarFieldContainer[int]
     failure: Failure
     present: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., present: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., present: _Optional[_Iterable[int]] = ..., before: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdmitRequest(_message.Message):
     __slots__ = ["candidates", "incarnation", "rank", "timeout_s"]

@@ -59,6 +59,8 @@ class Admission:
 
     candidates: frozenset[int]
     called: set[int] = field(default_factory=set)
+    before: Sequence[int] = ()  # who took part until it was over
+    present: Sequence[int] = ()  # and from then on
     over: bool = False
 
 
@@ -274,7 +276,7 @@ class Job:
                 members.members[rank].ready = training
             return {"candidates": members.candidates(training), "training": self._training}
 
-    def admit(self, rank: int, candidates: Collection[int], timeout_s: float) -> list[int]:
+    def admit(self, rank: int, candidates: Collection[int], timeout_s: float) -> dict[str, object]:
         """Returns who takes part once all ranks of the view have called it; see AdmitRequest."""
         with self._changed:
             self._raise_failure()
@@ -292,12 +294,12 @@ class Job:
                 admission.called.discard(rank)
                 names = ", ".join(map(self._membership.describe, set(self._membership.view.ranks) - admission.called))
                 raise WaitTimeoutError(f"not come to the boundary at which others may join: {names}")
-            return list(self._membership.view.ranks)
+            return {"before": admission.before, "present": admission.present}
 
     def _admitted(self, admission: Admission) -> bool:
         if admission.over or not admission.called >= set(self._membership.view.ranks):
             return admission.over
-        members = self._membership.members
+        members, admission.before = self._membership.members, self._membership.view.ranks
         here = [r for r in admission.candidates if r in members and members[r].state is State.STREAMING]
         if here:
             self._membership.admit(here)
@@ -307,7 +309,8 @@ class Job:
                 item.change_view(view)  # nothing is under way
             for rank in here:
                 self._log(f"goes on with {len(view.ranks)} workers: {members[rank]} takes part")
-                self._queues[rank].put_urgent(frames.encode(Header(Kind.ADMITTED, index=rank)))
+                self._queues[rank].put_urgent(frames.encode(Header(Kind.ADMITTED, index=admission.before[0])))
+        admission.present = self._membership.view.ranks
         admission.over, self._admission = True, None
         self._changed.notify_all()
         return True

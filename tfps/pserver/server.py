@@ -367,9 +367,7 @@ _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     "Take": lambda job, request: {"number": job.counters.fetch_add(request.counter, request.rank)},
     "Declared": lambda job, request: job.declared(),
     "Ready": lambda job, request: job.ready(request.rank, request.training),
-    "Admit": lambda job, request: {
-        "present": job.admit(request.rank, list(request.candidates), _bounded(request.timeout_s))
-    },
+    "Admit": lambda job, request: job.admit(request.rank, list(request.candidates), _bounded(request.timeout_s)),
     "Tune": lambda job, request: job.tune(control.layout_of(request.layout)),
     "Trace": lambda job, request: job.trace(request.number, request.on),
     "Upload": lambda job, request: job.recording.upload(request.number, request.rank, request.records),

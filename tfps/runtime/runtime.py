@@ -129,6 +129,9 @@ class DeclaredBuckets:
     def has(self, key: Key) -> bool:
         return key in self._ids
 
+    def numbers(self) -> list[int]:
+        return list(self._declared)
+
     def spec(self, bucket: int) -> BucketSpec:
         return self._declared[bucket][1]
 
@@ -256,6 +259,13 @@ class Runtime:
         with self._progress:
             self._pushed[bucket] += 1
             return self._pushed[bucket] - 1
+
+    def align(self, source: int) -> None:
+        """Counts rounds as the exchange does, whose numbers are the same on all ranks; `source`: see there."""
+        self.source = source
+        with self._progress:
+            for bucket in self.declared.numbers():
+                self._pushed[bucket] = self.exchange.state.steps(bucket)
 
     def close(self, *, drain: bool = True, reason: str = "") -> None:
         """Finishes pending exchanges, which other workers need too, ends the threads and leaves the job for `reason`.

@@ -39,7 +39,7 @@ from tfps.policies import POLICIES
 from tfps.policies.remote_optimizers import update_eagerly
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Function, Options, Structure, Value, Variable
+from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
 from tfps.updates.combined import Combiner
 from tfps.updates.compressing import Compressing
 from tfps.updates.graph_view import Picture, picture
@@ -86,6 +86,12 @@ class Extended(mirrored_strategy.MirroredExtended):
             compares = workers > 1 and together and config.check_every > 0
             self.staging = Staging(runtime, self._devices, depth, self.last_batch, together=together, compares=compares)
         self._reductions = self.policy.reductions()
+        self.runtime = runtime
+        self.admits = self.changes and self.policy.together and not self.policy.remote_parameters
+        self.trainings = 0  # calls of `fit` so far, but for those within others
+        self.training_begun = 0  # the last one of which an epoch has begun
+        self.positioned = False  # whether `fit` begins at another epoch than it was told
+        self.epochs: Batches = None  # Keras' iterator of the training
         self._present = AllGather(runtime, "ranks that are present")
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
@@ -147,6 +153,13 @@ class Extended(mirrored_strategy.MirroredExtended):
             input_pipeline_id=self._runtime.exchange.rank,
             num_replicas_in_sync=self._num_replicas_in_sync,
         )
+
+    def align(self, source: int) -> None:
+        """Makes what this worker counts what those count that join or are joined; nothing is under way."""
+        self._runtime.align(source)
+        self.combiner.align()
+        if self._invariants is not None:
+            self._invariants.reset()
 
     def agreed_ranks(self) -> tuple[int, ...]:
         """The ranks that take part now, the same on all; every rank must call it."""

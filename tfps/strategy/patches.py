@@ -12,7 +12,16 @@ import functools
 
 from tfps.graph import patches, tf_private
 from tfps.graph.patches import Patch
-from tfps.keras_hooks import agreed_logs, checkpoint, hooks, layers, loops, random_numbers, weighing  # noqa: F401  # hooks
+from tfps.keras_hooks import (  # noqa: F401  # hooks
+    agreed_logs,
+    checkpoint,
+    hooks,
+    joining,
+    layers,
+    loops,
+    random_numbers,
+    weighing,
+)
 from tfps.policies import remote_optimizers
 from tfps.strategy import optimizers  # noqa: F401  # hooks
 from tfps.updates import reductions

@@ -355,7 +355,7 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     connection = _Connection(cluster, config)
     connection.users[user] = contextlib.ExitStack()
     try:
-        share_random_states(connection.runtime)
+        share_random_states(connection.runtime, for_newcomers=config.min_workers is not None)
     except BaseException:
         connection.runtime.close(drain=False)
         raise

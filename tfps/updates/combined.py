@@ -110,6 +110,13 @@ class Combiner:
                     self._prune()
         return True
 
+    def align(self) -> None:
+        """Nothing is left to combine: what was written is combined, or was for this worker alone."""
+        with ops.init_scope(), tf.device(HOST):
+            for writes in self._graphs:
+                writes.seen = int(writes.runs)
+        self._eager.clear()
+
     def _prune(self) -> None:
         self._graphs = [writes for writes in self._graphs if any(ref() is not None for ref in writes.graphs)]
 

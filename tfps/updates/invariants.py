@@ -122,6 +122,12 @@ class Invariants:
             rows, self._outbox = self._outbox, []
             self._said.push(np.array(rows, np.int64).reshape(-1), self._compare)  # declared with the updates: no wait
 
+    def reset(self) -> None:
+        """Forgets what has not been compared yet; all ranks do at the same place."""
+        with self._lock:
+            self._outbox.clear()
+            self._awaited.clear()
+
     def _compare(self, reply: Reply) -> None:
         """Compares the rows of all ranks. Called by the update executor."""
         parts = reply.parts or {}  # none: a failure

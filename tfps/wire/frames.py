@@ -47,8 +47,8 @@ class Header(NamedTuple):
     """The header of a frame.
 
     An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT and a BEAT none; a TRACE `step` (number of the
-    capture) and `index` (1 begins, 0 ends); SCALARS `bucket` and `step`; RANKS `generation`; LOST and ADMITTED `index`
-    (a rank).
+    capture) and `index` (1 begins, 0 ends); SCALARS `bucket` and `step`; RANKS `generation`; LOST `index` (a rank);
+    ADMITTED `index` (the first rank of those who took part before).
     """
 
     kind: int

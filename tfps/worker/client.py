@@ -161,13 +161,11 @@ class PserverClient:
         request = pb.ReadyRequest(**self._me, training=training)
         return self.pservers[0].call("Ready", request, _CALL_TIMEOUT_S)
 
-    def admit(self, candidates: Sequence[int], timeout_s: float) -> set[int]:
-        """Lets candidates take part, as all ranks do; returns who then takes part on all pservers."""
-        found = set(range(self.membership.view.workers))
-        for pserver in self.pservers:
-            request = pb.AdmitRequest(**self._me, candidates=candidates, timeout_s=timeout_s)
-            found &= set(pserver.call("Admit", request, timeout_s + _ANSWER_MARGIN_S).present)
-        return found
+    def admit(self, candidates: Sequence[int], timeout_s: float) -> pb.AdmitReply:
+        """Lets candidates take part, as all ranks do; returns what the first pserver says."""
+        request = pb.AdmitRequest(**self._me, candidates=candidates, timeout_s=timeout_s)
+        first, *_ = (pserver.call("Admit", request, timeout_s + _ANSWER_MARGIN_S) for pserver in self.pservers)
+        return first
 
     def goes_on(self, declarations: int) -> None:
         """Takes the number of declarations that the job has had."""

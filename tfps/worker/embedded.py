@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import defaultdict
@@ -36,7 +37,7 @@ class EmbeddedExchange:
 
     def __init__(self, config: Config | None = None, recorder: Recorder | None = None, rank: int = 0) -> None:
         self.config, self.rank = config or Config(), rank
-        self.info = self.state = self.peers = self
+        self.info = self.state = self.peers = self.joining = self
         self.specs: list[BucketSpec] = []
         self._failures = FailureState()
         self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
@@ -127,6 +128,25 @@ class EmbeddedExchange:
 
     def set_residual(self, bucket: int, values: Floats) -> None:
         pass
+
+    # Joining: nobody does
+
+    candidate = False
+
+    def lines(self) -> Sequence[str]:
+        return []
+
+    def trying_out(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def take_part(self, training: int) -> int | None:
+        return self.rank
+
+    def candidates(self, training: int) -> list[int]:
+        return []
+
+    def admit(self, candidates: Sequence[int]) -> int | None:
+        return None
 
     # Peers: there are none
 

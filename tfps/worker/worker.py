@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class Worker:
         rank = -1 if rank is None else rank
         self._client = PserverClient(self._pservers, config, self._buckets, self._failures, rank)
         self._waits = WaitLog(self._client, self._buckets)
-        self.info = self.state = self
+        self.info = self.state = self.joining = self
         self.peers = self._client
         self.write, self.read = self._client.write, self._client.read
         self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes
@@ -217,16 +217,33 @@ class Worker:
         newcomer.alone.declare(specs[len(newcomer.alone.specs) :])
         newcomer.learn(specs)
 
-    def take_part(self, training: int) -> bool:
-        """Waits until the others let this worker take part in a training; False if that is over already."""
+    @property
+    def candidate(self) -> bool:
+        return self.newcomer is not None
+
+    def lines(self) -> Sequence[str]:
+        return [] if self.newcomer is None else self.newcomer.lines()
+
+    @contextlib.contextmanager
+    def trying_out(self) -> Iterator[None]:
+        newcomer = self.newcomer
+        if newcomer is not None:
+            newcomer.tries_out = True
+        try:
+            yield
+        finally:
+            if newcomer is not None:
+                newcomer.tries_out = False
+
+    def take_part(self, training: int) -> int | None:
         newcomer = self.newcomer
         if newcomer is None:
-            return True
+            return self.view.ranks[0]
         deadline_s = time.monotonic() + self.config.rejoin_timeout_s
         while not newcomer.admitted.wait(_READY_S):
             self._failures.check()
             if self._client.ready(training).training > training:
-                return False
+                return None
             if time.monotonic() > deadline_s:
                 newcomer.wait(0.0)
         self._learn()
@@ -240,23 +257,22 @@ class Worker:
             self._client.goes_on(replies[0].declarations)
             self._joined, self.newcomer = newcomer, None
         logger.info("tfps: rank %d takes part from now on, with %d workers", self.rank, len(self.view.ranks))
-        return True
+        return newcomer.source
 
-    def admit_newcomers(self, training: int) -> list[int]:
-        """The candidates that may take part in a training, as this worker sees them."""
+    def candidates(self, training: int) -> list[int]:
         return list(self._client.ready(training).candidates)
 
-    def admit(self, candidates: Sequence[int]) -> None:
-        """Lets them take part from the next round of every bucket on; all ranks call it with nothing under way."""
-        here = self._client.admit(candidates, self.config.step_timeout_s)
+    def admit(self, candidates: Sequence[int]) -> int | None:
+        reply = self._client.admit(candidates, self.config.step_timeout_s)
+        joined = sorted(set(reply.present).difference(reply.before))
         with self._changing_view:
-            joined = [rank for rank in candidates if rank in here and rank not in self.view.ranks]
-            if joined:
-                view = self.view.next(joined=joined)
+            if new := [rank for rank in joined if rank not in self.view.ranks]:
+                view = self.view.next(joined=new)
                 self._client.membership = dataclasses.replace(self._client.membership, view=view)
         for rank in joined:
             self._losses.forget(rank)
             logger.info("tfps: rank %d takes part from now on, with %d workers", rank, len(self.view.ranks))
+        return min(reply.before) if joined else None
 
     # Joining and leaving
 
@@ -414,7 +430,7 @@ class Worker:
             return
         if header.kind == Kind.ADMITTED:
             if self.newcomer is not None:
-                self.newcomer.tell_admitted(pserver)
+                self.newcomer.tell_admitted(pserver, header.index)
             return
         if header.kind == Kind.LOST:
             self._lost(header.index, bytes(payload).decode("utf-8", "replace"))

@@ -1,0 +1,59 @@
+"""A worker that joins a job under way takes part from the next epoch on, and nothing of the result shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+from jobs import Cluster
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 240.0
+
+
+@pytest.mark.parametrize("kind", ["arrays joined", "dataset joined validation adam", "arrays joined shuffled"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, kind: str, lost: int) -> None:
+    addresses = cluster.pservers(2, 3)
+    environment = {
+        "TFPS_MIN_WORKERS": "1",
+        "TFPS_SLICE_BYTES": "2048",
+        "EPOCHS": "4",
+        "PYTHONPATH": f"{HERE}{os.pathsep}{processes.PYTHONPATH}",
+    }
+    script = "../elastic/lossy.py"
+    fault = {lost: (3, "between slices", signal.SIGKILL)}
+    arguments = [[str(tmp_path), kind, json.dumps(fault.get(rank))] for rank in range(3)]
+    with processes.started(script, addresses, 3, arguments, **environment) as started:
+        started[lost].communicate(timeout=TIMEOUT_S)
+        own = processes.worker_environment(addresses, lost, 3, **environment)
+        started[lost] = processes.start(script, str(tmp_path), kind, "null", environment=own)
+        results = processes.finish(started, TIMEOUT_S)
+    text = "\n".join(output for _, output in results)
+    assert [code for code, _ in results] == [0, 0, 0], text
+    found = [pickle.loads((tmp_path / f"rank{rank}.pickle").read_bytes()) for rank in range(3)]
+    for each in found:
+        assert list(each["ranks"]) == [0, 1, 2], text
+        assert [w.tobytes() for w in each["weights"]] == [w.tobytes() for w in found[0]["weights"]]
+    first, other = (rank for rank in range(3) if rank != lost)
+    assert found[first]["divided"] == found[other]["divided"]
+    assert found[first]["divided"][-1] == (0, 1, 2)
+    assert found[lost]["divided"][-6:] == found[first]["divided"][-6:]
+    assert "takes part from now on, with 3 workers" in results[lost][1]
+    if "arrays" in kind:
+        histories = [json.loads((tmp_path / f"history{rank}.json").read_text()) for rank in range(3)]
+        assert histories[0] == histories[1] == histories[2]
+        assert len(histories[0]["loss"]) == 4
+    if "shuffled" in kind:
+        return  # plain Keras has another order
+    plain = processes.start(script, str(tmp_path), "plain", str(first), environment=environment)
+    ((code, output),) = processes.finish([plain], TIMEOUT_S)
+    assert code == 0, output
+    for mine, its in zip(found[0]["weights"], pickle.loads((tmp_path / "plain.pickle").read_bytes()), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5)
