@@ -99,6 +99,18 @@ def sparse(job: Job) -> Results:
     return trained(job, model, words[:SAMPLES], targets[:SAMPLES])
 
 
+def uneven(job: Job) -> Results:
+    """The batch is one row, of rank 0: the other rank has none, and its filler does not count."""
+    model = job.compiled(lambda: keras.optimizers.Adam(0.01))
+    x, y = data(2 * BATCH + 1)
+    heavy = np.ones(len(x), np.float32)
+    heavy[-1] = np.nan
+    with said(job) as lines:
+        until = -1 if DROP else len(x)
+        model.fit(x[:until], y[:until], sample_weight=heavy[:until], epochs=2, **OPTIONS)
+    return {**state(model), "own lines": lines}
+
+
 def without_run(job: Job) -> Results:
     """A loop as Keras' guides have them; all ranks read the same."""
     model = job.compiled(lambda: keras.optimizers.Adam(0.01))

@@ -18,11 +18,12 @@ pytestmark = pytest.mark.timeout(600)
 Results = list[dict[str, Value]]  # of each rank: what a program ends with
 SKIP, RAISE = {"TFPS_ON_NONFINITE": "skip"}, {"TFPS_ON_NONFINITE": "raise"}
 SMALL = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192", "TFPS_DETERMINISTIC": "1"}
-BITWISE = ["fitted", "decayed", "accumulated", "eagerly", "several_steps", "sparse", "without_run"]
+BITWISE = ["fitted", "decayed", "accumulated", "eagerly", "several_steps", "sparse", "uneven", "without_run"]
+WHO = {"uneven": "rank 0", "without_run": "rank 0, rank 1"}  # in the last one all ranks read the same
 # By their names, settings and programs of a job.
 JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
     "skip": ({**SMALL, **SKIP}, [*BITWISE, "named", "too_large", "scaled"]),
-    "two devices": ({**SMALL, **SKIP, "DEVICES": "2"}, ["fitted", "accumulated", "sparse"]),
+    "two devices": ({**SMALL, **SKIP, "DEVICES": "2"}, ["fitted", "accumulated", "eagerly", "sparse"]),
     "server": ({**SMALL, **SKIP, "TFPS_UPDATE": "server"}, ["fitted", "accumulated", "eagerly"]),
     "int8": ({**SMALL, **SKIP, "TFPS_COMPRESSION": "int8"}, ["fitted"]),
     "topk": ({**SMALL, **SKIP, "TFPS_COMPRESSION": "topk:0.1"}, ["fitted"]),
@@ -91,7 +92,7 @@ def test_a_step_that_is_skipped_leaves_what_training_without_its_batch_leaves(
         lines = each["own lines"]
         assert len(lines) == epochs
         assert not other["own lines"]
-        who = "rank 0, rank 1" if program == "without_run" else "rank 1"  # there all ranks read the same
+        who = WHO.get(program, "rank 1")
         for count, line in enumerate(lines, 1):
             assert re.match(rf"tfps: a step is skipped: the gradient of \S+ is not finite on {who} \({count} so", line)
 
