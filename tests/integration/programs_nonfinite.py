@@ -167,6 +167,26 @@ def too_large(job: Job) -> Results:
     return {"variable": variable.numpy(), "ranks lines": lines}
 
 
+def large_mean(job: Job) -> Results:
+    """In a step of Keras gradients are averaged, so these two do not overflow."""
+
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = self.add_weight(shape=(2,), initializer="zeros", name="part")
+
+        def train_step(self, batch: Structure) -> dict[str, Value]:
+            self.optimizer.apply([tf.fill([2], 3e38)], [self.part])
+            return {"loss": 0.0}
+
+    with job.scope():
+        model = Own()
+        model.compile(keras.optimizers.SGD(1e-30))
+    with said(job) as lines:
+        model.fit(np.zeros((BATCH, 1)), epochs=1, **OPTIONS)
+    return {**weights(model), "ranks lines": lines}
+
+
 def raised(job: Job) -> Results:
     """All ranks raise; what was trained before remains, and training may go on."""
     model, message = job.compiled(lambda: keras.optimizers.Adam(0.01)), ""

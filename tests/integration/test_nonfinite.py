@@ -22,7 +22,7 @@ BITWISE = ["fitted", "decayed", "accumulated", "eagerly", "several_steps", "spar
 WHO = {"uneven": "rank 0", "without_run": "rank 0, rank 1"}  # in the last one all ranks read the same
 # By their names, settings and programs of a job.
 JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
-    "skip": ({**SMALL, **SKIP}, [*BITWISE, "named", "too_large", "scaled"]),
+    "skip": ({**SMALL, **SKIP}, [*BITWISE, "named", "too_large", "large_mean", "scaled"]),
     "two devices": ({**SMALL, **SKIP, "DEVICES": "2"}, ["fitted", "accumulated", "eagerly", "sparse"]),
     "server": ({**SMALL, **SKIP, "TFPS_UPDATE": "server"}, ["fitted", "accumulated", "eagerly"]),
     "int8": ({**SMALL, **SKIP, "TFPS_COMPRESSION": "int8"}, ["fitted"]),
@@ -110,6 +110,13 @@ def test_a_sum_of_finite_numbers_that_is_infinite_is_skipped_too(job: Job) -> No
     assert results[0]["variable"].tolist() == [-3.0, 0.0]  # 1e-30 times 1e30 on each of two ranks, twice
     (line,) = results[0]["ranks lines"]
     assert "is not finite when it is summed over the ranks (" in line
+
+
+def test_a_mean_of_large_numbers_is_applied(job: Job) -> None:
+    results = job("skip")["large_mean"]
+    check(results)
+    assert np.allclose(results[0]["weights/0/0"], -3e8)
+    assert not results[0]["ranks lines"]
 
 
 @pytest.mark.parametrize("name", ["skip", "raise"])
