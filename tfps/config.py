@@ -19,6 +19,7 @@ Policy = Literal["priority", "fifo"]
 Placement = Literal["balanced", "round_robin"]
 Transport = Literal["auto", "tcp", "grpc"]
 Update = Literal["worker", "server"]
+OnNonfinite = Literal["pass", "skip", "raise"]
 Auto = Literal["auto"]
 
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
@@ -89,6 +90,10 @@ class Config:
         min_workers: with how many workers training goes on when others are lost (docs/faults.md); None: the loss of a
             worker ends the job.
         rejoin_timeout_s: seconds that a worker which joins a job under way waits for the others to let it take part.
+        on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
+            `"pass"`: it is applied. `"skip"`: no worker applies it, and a log line names the variable and the rank.
+            `"raise"`: all workers raise that instead. The last two wait for all gradients of a step before any is sent
+            (docs/semantics.md, "Gradients that are not finite").
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.
@@ -122,6 +127,7 @@ class Config:
     check_every: int = 100
     min_workers: int | None = None
     rejoin_timeout_s: float = 3600.0
+    on_nonfinite: OnNonfinite = "pass"
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
     token_file: str = ""
@@ -139,7 +145,8 @@ class Config:
         if self.slice_bytes != "auto" and self.slice_bytes > MAX_SLICE_BYTES:
             raise ConfigError(f"slice_bytes must be at most {MAX_SLICE_BYTES} (64 MiB), got {self.slice_bytes}")
         choices = {"policy": Policy, "placement": Placement, "transport": Transport, "update": Update, "mode": Mode}
-        for name in ("policy", "placement", "transport", "update", "mode"):
+        choices["on_nonfinite"] = OnNonfinite
+        for name in ("policy", "placement", "transport", "update", "mode", "on_nonfinite"):
             if getattr(self, name) not in get_args(choices[name]):
                 known = ", ".join(map(repr, get_args(choices[name])))
                 raise ConfigError(f"{name} must be one of {known}, got {getattr(self, name)!r}")

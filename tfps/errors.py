@@ -54,6 +54,10 @@ class PserverLostError(TfpsError):
     """A pserver that served this worker has stopped or become unreachable."""
 
 
+class NonFiniteError(TfpsError, ArithmeticError):
+    """A gradient is not finite (`Config(on_nonfinite="raise")`); the message names the variable and the rank."""
+
+
 class ClosedError(TfpsError):
     """The strategy (or the connection behind it) was closed before the operation."""
 

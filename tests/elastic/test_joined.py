@@ -50,6 +50,7 @@ def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, kind: str,
         histories = [json.loads((tmp_path / f"history{rank}.json").read_text()) for rank in range(3)]
         assert histories[0] == histories[1] == histories[2]
         assert len(histories[0]["loss"]) == 4
+
     if "shuffled" in kind:
         return  # plain Keras has another order
     plain = processes.start(script, str(tmp_path), "plain", str(first), environment=environment)

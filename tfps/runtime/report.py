@@ -123,6 +123,7 @@ class Report:
             limit of training in mode "sync".
         inner_steps: of a round, which all other times are of; 1: times are of steps.
         one_host: whether all pservers are reached through shared memory, or are in this process: there is no network.
+        skipped_steps: how many steps were not applied so far (`Config.on_nonfinite`), not only of the last ones.
         layers: the profile of the model, in forward order.
         slice_bytes, window_bytes: current sizes; 0 without pservers.
     """
@@ -147,6 +148,7 @@ class Report:
     with_inner_steps_s: float | None = None
     inner_steps: int = 1
     one_host: bool = False
+    skipped_steps: int = 0
 
     def __str__(self) -> str:
         parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
@@ -172,6 +174,8 @@ class Report:
             if self.with_inner_steps_s is not None:
                 estimate = f"mode='diloco', inner_steps={_INNER_STEPS}: {_ms(self.with_inner_steps_s)} a step"
                 lines.append(f"with {estimate}, but other results (docs/modes.md)")
+        if self.skipped_steps:
+            lines.append(f"steps skipped because of gradients that were not finite: {self.skipped_steps} so far")
         helped = self.without_schedule_s / self.step_s
         lines.append(
             f"without priorities and barriers per variable: {_ms(self.without_schedule_s)} a {unit}"

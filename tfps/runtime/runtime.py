@@ -9,6 +9,7 @@ Tested in tests/strategy/test_strategy.py, tests/strategy/test_stopped_steps.py 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -168,6 +169,7 @@ class Runtime:
         self._mark = 0  # the last mark that the pump thread has reached; guarded by _progress
         self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _progress
         self.compresses = False  # whether any gradients may be compressed; see compressing.py
+        self.skipped_steps = 0  # see nonfinite.py
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; the update executor writes
         self._shared: dict[type, object] = {}
@@ -201,7 +203,8 @@ class Runtime:
     def report(self, stepping: Stepping) -> Report:
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
         info = self.exchange.info
-        return make_report(histories, info.links(), info.slice_bytes, info.window_bytes, stepping)
+        report = make_report(histories, info.links(), info.slice_bytes, info.window_bytes, stepping)
+        return dataclasses.replace(report, skipped_steps=self.skipped_steps)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Registers `transfer` under a new id until `graph` and all enclosing graphs are gone (None: forever)."""

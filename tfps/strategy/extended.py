@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import tensorflow as tf
 
 from tfps.collectives import AllGather
+from tfps.compression import NONE
 from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.exchange.interface import Exchange
@@ -45,6 +46,7 @@ from tfps.updates.compressing import Compressing
 from tfps.updates.graph_view import Picture, picture
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.invariants import Invariants
+from tfps.updates.nonfinite import Guard
 from tfps.updates.on_read_variable import OnReadVariable
 from tfps.updates.pending import Reduced, Reduction
 from tfps.updates.reductions import LocalGather, as_tensor, check_one_device, divide, identity, sum_locally
@@ -103,6 +105,11 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.compressing = Compressing(config.compression_rules, runtime, self.policy.remote_parameters)
         replicas, bucket_bytes = len(self._devices), config.bucket_bytes
         self.scheduler = UpdateScheduler(strategy, runtime, replicas, bucket_bytes, self._invariants, self.compressing)
+        self.guard: Guard | None = None  # of updates, if not all gradients are applied
+        if config.on_nonfinite != "pass":
+            codec = self.compressing.codec if self.policy.exchanges_gradients else lambda _: NONE
+            factor = self.policy.gradient_factor if self._reductions.estimates else 1
+            self.guard = Guard(runtime, replicas, factor, codec, config.on_nonfinite)
         self.policy.attach(strategy)
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced

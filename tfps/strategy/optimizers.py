@@ -12,13 +12,14 @@ tests/programs/test_taught.py, tests/integration/test_local.py and tests/integra
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
-from tfps.graph.patches import BaseStrategy, replica_context, scope_outside
+from tfps.graph.patches import BaseStrategy, replaced, replica_context, scope_outside
 from tfps.graph.shares import in_keras_step, keras_step, with_values
 from tfps.keras_hooks.checkpoint import carry_extra_states
 from tfps.keras_hooks.hooks import for_models, replaces
@@ -31,8 +32,10 @@ from tfps.keras_hooks.keras_private import (
 )
 from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
+from tfps.updates.nonfinite import Guard
 from tfps.updates.variables import GatedVariable, current_replica
 
+_NONFINITE = "tests/updates/test_nonfinite.py"
 _COMPILING, _TAUGHT = "tests/strategy/test_compiling.py", "tests/programs/test_taught.py"
 _OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
 
@@ -117,12 +120,51 @@ def _apply(
                 optimizer.build(variables)
         strategy.extended.agree_outside_run()
         with keras_step(trains=True):
-            return strategy.run(lambda: original(optimizer, grads, variables))
+            return strategy.run(lambda: _guarded(strategy, original, optimizer, grads, variables))
     with policy.step(optimizer, grads, variables):
         scales = isinstance(optimizer, _SCALING)  # which builds in the scope by itself
         if variables is not None and not optimizer.built and not scales:
             with _scope_of(variables), keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(variables)
+        return _guarded(strategy, original, optimizer, grads, variables)
+
+
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    _TOGETHER = "as `Optimizer.apply`: its optimizers skip a step together"
+    replaces(keras.optimizers.MultiOptimizer, "apply", _NONFINITE, _TOGETHER)(_apply)
+
+
+class _Applying(threading.local):
+    guarded = False  # whether this thread is in a call of `apply`; an optimizer may wrap another
+
+
+_applying = _Applying()
+
+
+def _guarded(
+    strategy: BaseStrategy,
+    original: Function,
+    optimizer: Optimizer,
+    grads: Sequence[Value],
+    variables: Sequence[Variable] | None,
+) -> object:
+    """Calls Keras' `apply`, if not all gradients are applied only if these are finite."""
+    guard: Guard | None = strategy.extended.guard
+    if guard is None or _applying.guarded or in_symbolic_scope():
+        return original(optimizer, grads, variables)
+    with replaced(_applying, "guarded", True):
+        if isinstance(optimizer, _SCALING):  # which skips steps by itself
+            return original(optimizer, grads, variables)
+        trained = map(of_tensorflow, trained_variables(optimizer) if variables is None else variables)
+        sent, scale = list(grads), optimizer.loss_scale_factor
+        if optimizer.global_clipnorm and not optimizer.gradient_accumulation_steps:  # by a norm that may overflow
+            sent = _changed(sent, lambda values: values if scale is None else values / scale)
+            sent = optimizer._clip_gradients(sent)
+        known = [each for each in zip(grads, sent, trained, strict=False) if each[0] is not None]
+        if known:
+            pairs = [(given, clipped) for given, clipped, _ in known]
+            guard.run(lambda: original(optimizer, grads, variables), pairs, [each for *_, each in known])
+            return None
         return original(optimizer, grads, variables)
 
 
