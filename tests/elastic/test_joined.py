@@ -57,4 +57,5 @@ def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, kind: str,
     ((code, output),) = processes.finish([plain], TIMEOUT_S)
     assert code == 0, output
     for mine, its in zip(found[0]["weights"], pickle.loads((tmp_path / "plain.pickle").read_bytes()), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5)
+        said = f"{found[first]['divided']} {found[first]['losses']}"
+        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5, err_msg=said)

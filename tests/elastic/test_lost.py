@@ -46,7 +46,7 @@ class Trained:
             assert other["divided"] == first["divided"]
             assert sorted(other["losses"]) == sorted(first["losses"])
         for mine, its in zip(first["weights"], self.plain, strict=True):
-            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5, err_msg=f"{first['divided']} {first['losses']}")
 
 
 def trained(
@@ -62,7 +62,11 @@ def trained(
     }
     arguments = [[str(folder), kind, json.dumps(faults_of.get(rank))] for rank in range(3)]
     with processes.started("../elastic/lossy.py", addresses, 3, arguments, **environment) as started:
+        ended = processes.finish([each for rank, each in enumerate(started) if rank not in faults_of], TIMEOUT_S)
+        for rank in faults_of:
+            started[rank].send_signal(signal.SIGCONT)  # one that was stopped learns what has become of it
         results = processes.finish(started, TIMEOUT_S)
+    assert all(code == 0 for code, _ in ended), results
     survivors = {
         rank: pickle.loads(path.read_bytes()) for rank in range(3) if (path := folder / f"rank{rank}.pickle").exists()
     }
@@ -89,6 +93,7 @@ CASES: dict[str, tuple[str, dict[int, tuple[Argument, ...]], dict[str, str]]] = 
     "in the exchange of initial values": ("arrays", {0: (0, "in the exchange of initial values")}, {}),
     "in a validation": ("arrays validation", {0: (1, "in an evaluation")}, {}),
     "in a save": ("arrays save", {0: (0, "in a save")}, {}),
+    "nobody, in a custom loop": ("loop", {}, {}),
     "in a custom loop": ("loop", {1: (3, "between slices")}, {}),
     "two at once": ("arrays", {0: (3, "between slices"), 2: (3, "before a push")}, {}),
     "one after the other": ("arrays", {0: (2, "before a push"), 1: (6, "after the last push")}, {}),
@@ -118,4 +123,9 @@ def test_a_worker_that_gets_sigterm_ends_its_step_and_no_row_is_lost(
 @pytest.mark.parametrize("case", CASES)
 def test_a_worker_is_lost(cluster: Cluster, tmp_path: Path, case: str) -> None:
     kind, faults_of, more = CASES[case]
-    trained(cluster, tmp_path, kind, faults_of, more).check(list(faults_of))
+    job = trained(cluster, tmp_path, kind, faults_of, more)
+    job.check(list(faults_of))
+    if case == "stopped":
+        assert job.codes[1] == 1
+        assert "the other workers went on without this one: rank 1" in job.outputs[1]
+        assert "has been silent for" in job.outputs[0]

@@ -206,7 +206,7 @@ class Share:
         total, rows = self._sum_rows(amount), self.total(exchange=True)
         if total is None or rows is None:
             return tf.ones([], dtype)
-        alike = tf.constant(1, tf.float64) / self._in_job
+        alike = self.even
         counted = self._if_known(rows, _ratio(self.rows, rows, tf.float64), alike)
         even = tf.equal(amount * self._in_job, total) & tf.equal(counted, alike)
         factor = tf.math.divide_no_nan(tf.math.divide_no_nan(amount, total), counted)
@@ -249,6 +249,15 @@ class Share:
         evenly = tf.equal(amount * self._in_job, total)
         weight = tf.where(evenly, tf.cast(even, tf.float64), tf.math.divide_no_nan(amount, total))
         return replaced(self, "_weight", weight)
+
+    @property
+    def even(self) -> tf.Tensor:
+        """The weight of a replica, float64, if all have as many rows."""
+        if isinstance(
+            self.replicas, int
+        ):  # by a constant TensorFlow does not divide, but multiplies: that is not exact
+            return tf.constant(1 / self.replicas, tf.float64)
+        return 1 / self._in_job
 
     @property
     def _in_job(self) -> tf.Tensor:

@@ -170,7 +170,7 @@ for _kind in (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle):
 
 def _even(share: Share, dtype: str) -> Value:
     """Returns the factor that Keras multiplies a replica's loss by, bit for bit."""
-    return keras.ops.cast(1.0 / share.replicas, dtype)
+    return keras.ops.cast(share.even, dtype)
 
 
 def _unscaled(share: Share, value: Value) -> Value:
@@ -315,7 +315,7 @@ def _all_reduce(
     if reduce_op == tf.distribute.ReduceOp.MEAN:
         if not all(isinstance(each, tf.Tensor) and each.dtype.is_floating for each in flat):
             return original(context, reduce_op, value, options)
-        weight = share.weight(tf.constant(1 / share.replicas, tf.float64), exchange=True)
+        weight = share.weight(share.even, exchange=True)
         flat = [each * tf.cast(weight, each.dtype) for each in flat]
     for index, each in enumerate(flat):
         if share.depends_on_rows(each):

@@ -367,7 +367,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         if self.local and not share.depends_on_rows(value):
             return value
         if self.local and tf.executing_eagerly() and share.step == "training":
-            part = share.only_if_rows(value * share.weight(tf.constant(1 / share.replicas, self.dtype), exchange=True))
+            part = share.only_if_rows(value * share.weight(tf.cast(share.even, self.dtype), exchange=True))
             return self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
         # Of a moving mean, only the batch's part is weighted: what replicas had before may differ between them.
         start = tf.zeros_like(value) if before is None else tf.broadcast_to(before(), tf.shape(value))
