@@ -159,6 +159,48 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(arguments: list[
     assert result.stdout == ""
 
 
+_LOSES_WORKER_1 = """
+import pathlib, signal, time
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["TFPS_RANK"])
+mine = folder / f"{rank}.{len(list(folder.glob(f'{rank}.*')))}"
+mine.touch()
+if rank == 1 and mine.suffix == ".0":
+    os.kill(os.getpid(), signal.SIGKILL)
+deadline = time.monotonic() + 30
+while not (folder / sys.argv[2]).exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+print("min", os.environ["TFPS_MIN_WORKERS"])
+"""
+
+
+def test_a_worker_that_is_lost_starts_again_while_the_others_go_on(write_script: WriteScript, tmp_path: Path) -> None:
+    script = write_script(_LOSES_WORKER_1)
+    result = launch("--workers", 3, "--min-workers", 2, "--restart", 1, script, tmp_path, "1.1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "worker 1 was killed by SIGKILL" in result.stderr
+    assert "it starts again (0 times more)" in result.stderr
+    assert result.stdout.count("min 2") == 3
+
+
+def test_the_others_go_on_without_a_worker_that_does_not_start_again(write_script: WriteScript, tmp_path: Path) -> None:
+    script = write_script(_LOSES_WORKER_1)
+    result = launch("--workers", 3, "--min-workers", 2, script, tmp_path, "1.0")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (
+        "worker 1 was killed by SIGKILL (the system does that when memory runs out); 2 workers go on" in result.stderr
+    )
+    assert result.stdout.count("min 2") == 2
+
+
+def test_too_few_workers_end_all(write_script: WriteScript, tmp_path: Path) -> None:
+    script = write_script(_LOSES_WORKER_1)
+    result = launch("--workers", 2, "--min-workers", 2, "--grace", 1, script, tmp_path, "never")
+    assert result.returncode == 128 + 9
+    assert "worker 1 was killed by SIGKILL" in result.stderr
+    assert "all others were ended" in result.stderr
+
+
 def test_the_log_has_every_line(write_script: WriteScript, tmp_path: Path) -> None:
     log = tmp_path / "log"
     result = launch("--log", log, write_script("print('out'); print('err', file=sys.stderr)"))
@@ -176,6 +218,13 @@ def test_the_launcher_does_not_import_tensorflow() -> None:
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
     )
     assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("arguments", [("--restart", "1"), ("--min-workers", "3"), ("--min-workers", "0")])
+def test_numbers_that_do_not_fit_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--workers", "2", *arguments, "script.py"])
+    assert arguments[0] in capsys.readouterr().err
 
 
 def test_parse_splits_own_options_from_those_of_the_script() -> None:

@@ -42,6 +42,7 @@ class Plan:
     workers: int = 1
     pservers: int = 1
     min_workers: int | None = None  # with which the job goes on when others are lost; None: it needs all
+    restart: int = 0  # how often each worker that is lost is started again
     grace_s: float = 5.0
     log: str | None = None
     metrics_port: int | None = None  # of pserver 0, others count up from it; 0 picks free ports
@@ -61,6 +62,11 @@ class Plan:
         pservers = len(self.hosts) * self.pservers_per_host or self.pservers
         if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
             raise ConfigError(f"--min-workers must be from 1 to {self.workers} (--workers), got {self.min_workers}")
+        if self.restart < 0 or (self.restart and self.min_workers is None):
+            raise ConfigError(
+                f"--restart must be a number from 0 and needs --min-workers, got {self.restart} with --min-workers "
+                f"{self.min_workers}"
+            )
         if self.metrics_port and not 0 < self.metrics_port <= _PORTS - pservers:
             raise ConfigError(
                 f"--metrics-port must be from 0 to {_PORTS - pservers} with {pservers} pservers, which take "
@@ -117,6 +123,8 @@ def parse(argv: Sequence[str]) -> Plan:
     add("--pservers", type=int, metavar="N", help="pserver processes (default 1)")
     text = "go on when workers are lost, with no fewer than N (default: if one fails, all are ended)"
     add("--min-workers", type=int, metavar="N", help=text)
+    text = "with --min-workers: start each worker that is lost again, up to N times; it joins the others"
+    add("--restart", type=int, metavar="N", help=text)
     place = parser.add_mutually_exclusive_group()
     text = "run N workers on each of these hosts, reached by ssh, by the names under which they reach each other"
     place.add_argument("--hosts", metavar="HOST:N,...", help=text)
@@ -302,16 +310,27 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
     failed: list[Process] = []
-    lost: list[Process] = []  # workers without which the others go on
+    waiting: list[int] = []  # ranks of workers that are to start again
+    lost: list[Process] = []  # workers that have failed and did not end the job
+    restarts = [plan.restart] * len(workers)  # that are left
+
+    def lose(process: Process) -> None:
+        """Starts a worker again, if it may be and the others have not ended; else the others go on without it."""
+        rank, going = workers.index(process), sum(not each.ended for each in workers)
+        again = restarts[rank] > 0 and not any(worker.code == 0 for worker in workers)
+        then = f"it starts again ({restarts[rank] - 1} times more)" if again else f"{going} workers go on"
+        end = f"{process.command.title} {process.describe_end()}{explain(process)}; {then}"
+        print(f"tfps_launch: {end}", file=sys.stderr, flush=True)
+        if again:
+            restarts[rank] -= 1
+            waiting.append(rank)
+        lost.append(process)
 
     def is_over() -> bool:
         failed[:] = [process for process in workers if process.ended and process.code != 0]
         if plan.min_workers is not None and len(workers) - len(failed) >= plan.min_workers:
             for process in (each for each in failed if each not in lost):
-                what = f"{process.command.title} {process.describe_end()}{explain(process)}"
-                going = sum(not each.ended for each in workers)
-                print(f"tfps_launch: {what}; {going} workers go on", file=sys.stderr, flush=True)
-                lost.append(process)
+                lose(process)
             failed.clear()
         failed.extend(pserver for pserver in pservers if pserver.ended)
         return bool(failed) or all(worker.ended for worker in workers)
@@ -319,7 +338,13 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     supervisor.wait(lambda: is_over() or all(worker.answered for worker in workers), START_S)
     if late := [worker for worker in workers if not (worker.answered or worker.ended or failed)]:
         return not_ready(late)
-    supervisor.wait(is_over)
+    while True:
+        supervisor.wait(lambda: is_over() or bool(waiting))
+        if not waiting:
+            break
+        for rank in waiting:
+            workers[rank] = start_worker(rank, place.workers[rank])
+        waiting.clear()
     if not failed:
         return 0, ""
     # Of several at once, one killed by a signal is the likelier cause: the others report its loss.
