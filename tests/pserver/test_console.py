@@ -46,6 +46,7 @@ def look(*members: pb.MemberStatus, state: str = "running", reason: str = "") ->
     """Two seconds lie between the two looks."""
     job: Options = {"job": "digits", "workers": 2, "state": state, "reason": reason, "buckets": 3, "slices": 5}
     job |= {"version": "1.0", "memory_bytes": 2**20, "jobs": 1, "shard_bytes": 2048, "open_slices": 1}
+    job |= {"generation": 2, "present": [0], "changes": ["view 2: rank 1 (other:8) died"], "lost_workers": 1}
     errors = [pb.ErrorCount(where="Join", error="ConnectError", count=2)]
     before = pb.StatusReply(cpu_s=1.0, uptime_s=100.0, members=[BEFORE], **job)
     return Look("host:1", before, pb.StatusReply(cpu_s=2.0, uptime_s=102.0, members=members, errors=errors, **job))
@@ -70,6 +71,8 @@ def test_the_table_shows_members_rates_who_is_behind_and_errors() -> None:
         console.print(table(look(NOW, SLOW)))
     text = console.export_text()
     assert "pserver host:1, tfps 1.0, up 0:01:42, 50% of a core, 1 MiB of memory" in text
+    assert "view 2: 1 of 2 workers take part; latest changes:" in text
+    assert "view 2: rank 1 (other:8) died" in text
     assert "job 'digits' running: 2 of 2 workers, 3 buckets, here 5 slices with 2 KiB, 1 of them wait" in text
     assert re.search(r"0 +host:7 +streaming +30 +10.0 +0 +0.0 +0.0 +2 +3 KiB +5.0 ms +0", text)
     assert re.search(r"1 +other:8 +streaming, shared memory +28 +0.0 +2 +0.0 +0.0 +0 +0 B +0.0 ms +3", text)

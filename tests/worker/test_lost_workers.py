@@ -139,8 +139,9 @@ def test_the_others_know_who_is_left_and_declare_without_the_lost_rank(lost: Job
         poll(functools.partial(lambda each: each.view.ranks == tuple(w.rank for w in lost.workers), worker))
     status = lost.server.status()
     assert (status.state, status.generation, list(status.present)) == ("running", 2, [w.rank for w in lost.workers])
-    assert f"rank {lost.doomed.rank} (rawhost:" in status.lost[0]
-    assert status.lost[0].endswith("died at step 0: its connection ended without a leave")
+    assert f"view 2: rank {lost.doomed.rank} (rawhost:" in status.changes[0]
+    assert (status.lost_workers, status.joined_workers) == (1, 0)
+    assert status.changes[0].endswith("died at step 0: its connection ended without a leave")
 
 
 def test_down_to_one(lost: Job) -> None:
@@ -176,7 +177,7 @@ def test_a_worker_that_fails_leaves_the_others_to_go_on(cluster: Cluster) -> Non
     lost.die()
     lost.workers[1].fail(TfpsError("the disk is full"))
     assert summed(push(lost.workers[0], GRADIENT, ONES).wait()).tolist() == [1.0] * 512
-    assert "the disk is full" in lost.server.status().lost[1]
+    assert "the disk is full" in lost.server.status().changes[1]
 
 
 def test_a_silent_worker_is_lost_and_learns_it_when_it_wakes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ def test_a_silent_worker_is_lost_and_learns_it_when_it_wakes(cluster: Cluster, m
     pending = [push(worker, GRADIENT, ONES) for worker in lost.workers]
     for each in pending:
         assert summed(each.wait()).tolist() == [2.0] * 512
-    assert "has been silent for" in lost.server.status().lost[0]
+    assert "has been silent for" in lost.server.status().changes[0]
     error = lost.doomed.read_error()
     assert isinstance(error, WorkerLostError)
     assert "the other workers went on without this one: rank 1" in str(error)

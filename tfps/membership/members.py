@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from tfps.membership.view import View
 
 _MAX_TEXT = 256  # characters of a name that a worker sends
 _MAX_PSERVERS = 4096
+_MAX_CHANGES = 64  # that are kept
 STREAM_GRACE_S = 30.0  # a member without a stream by then died between the calls
 
 
@@ -85,6 +87,8 @@ class Members:
         self.incarnation = ""
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}  # what became of those that the others went on without, by rank
+        self.changes: deque[str] = deque(maxlen=_MAX_CHANGES)  # of the view, with their reasons
+        self.left, self.joined = 0, 0  # how many the others went on without, and how many came to a job under way
         self._job = job
 
     def join(self, applicant: Applicant, now_s: float) -> Member:
@@ -125,6 +129,8 @@ class Members:
         self.view = self.view.next(joined=ranks)
         for rank in ranks:
             self.lost.pop(rank, None)
+            self.joined += 1
+            self.changes.append(f"view {self.view.generation}: {self.members[rank]} has joined")
 
     def describe(self, rank: int) -> str:
         """`rank 1 (host:pid)`, for messages."""
@@ -143,6 +149,8 @@ class Members:
         """Takes `rank` out, which is a member and not the last one: the others go on without it."""
         self.view = self.view.next(left=[rank])
         self.lost[rank] = f"{self.members.pop(rank)} {why}"
+        self.left += 1
+        self.changes.append(f"view {self.view.generation}: {self.lost[rank]}")
 
     def part(self, rank: int) -> None:
         """Lets `rank` leave, which takes part no more but is still known, as its streams have not ended."""

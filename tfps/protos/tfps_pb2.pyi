@@ -444,15 +444,17 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., fd: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ["buckets", "cpu_s", "errors", "failure", "generation", "job", "jobs", "lost", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]
+    __slots__ = ["buckets", "changes", "cpu_s", "errors", "failure", "generation", "job", "jobs", "joined_workers", "lost_workers", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
-    LOST_FIELD_NUMBER: _ClassVar[int]
+    JOINED_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LOST_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     OPEN_SLICES_FIELD_NUMBER: _ClassVar[int]
@@ -465,13 +467,15 @@ class StatusReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     buckets: int
+    changes: _containers.RepeatedScalarFieldContainer[str]
     cpu_s: float
     errors: _containers.RepeatedCompositeFieldContainer[ErrorCount]
     failure: Failure
     generation: int
     job: str
     jobs: int
-    lost: _containers.RepeatedScalarFieldContainer[str]
+    joined_workers: int
+    lost_workers: int
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     memory_bytes: int
     open_slices: int
@@ -483,7 +487,7 @@ class StatusReply(_message.Message):
     uptime_s: float
     version: str
     workers: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., jobs: _Optional[int] = ..., job: _Optional[str] = ..., workers: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., buckets: _Optional[int] = ..., slices: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., open_slices: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[ErrorCount, _Mapping]]] = ..., generation: _Optional[int] = ..., present: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., jobs: _Optional[int] = ..., job: _Optional[str] = ..., workers: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., buckets: _Optional[int] = ..., slices: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., open_slices: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[ErrorCount, _Mapping]]] = ..., generation: _Optional[int] = ..., present: _Optional[_Iterable[int]] = ..., changes: _Optional[_Iterable[str]] = ..., lost_workers: _Optional[int] = ..., joined_workers: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ["details", "incarnation"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 10.0
 _OF_PROCESS = ("version", "cpu_s", "uptime_s", "memory_bytes", "jobs")  # fields of a status
 _OF_JOB = ("workers", "state", "reason", "buckets", "slices", "shard_bytes", "open_slices")
+_OF_VIEW = ("generation", "lost_workers", "joined_workers")
 
 
 class Rates(NamedTuple):
@@ -79,6 +80,11 @@ class Look(NamedTuple):
             **values(self.now, _OF_PROCESS),
             "errors": [values(each) for each in self.now.errors],
             "job": {"name": self.now.job, **values(self.now, _OF_JOB), "members": members},
+            "view": {
+                **values(self.now, _OF_VIEW),
+                "present": list(self.now.present),
+                "changes": list(self.now.changes),
+            },
             "cpu": self.cpu,
         }
 
@@ -130,6 +136,7 @@ def show(watcher: Watcher, interval_s: float) -> None:
 
 
 _WHOLE_WIDTH = 160
+_CHANGES = 5  # of the view, that are shown
 _COLUMNS = "rank", "process", "state", "step", "steps/s", "behind", "in MB/s", "out MB/s", "queued", "in flight"
 
 
@@ -171,6 +178,9 @@ def table(look: Look) -> RenderableType:
         f"here {status.slices} slices with {_size(status.shard_bytes)}, {status.open_slices} of them wait for ranks"
     )
     lines: list[RenderableType] = [Text(line, no_wrap=True) for line in (process, work)]
+    if status.generation > 1:
+        view = f"view {status.generation}: {len(status.present)} of {status.workers} workers take part; latest changes:"
+        lines += [Text(line, style="yellow", no_wrap=True) for line in (view, *status.changes[-_CHANGES:])]
     if status.reason:
         lines.append(Text(f"failed: {status.reason}", style="red"))
     if status.members:

@@ -113,6 +113,10 @@ class MetricsServer(Collector):
             for member in status.members:
                 family.add_metric([str(member.rank)], getattr(member, field))
             yield family
+        yield GaugeMetricFamily("tfps_view_generation", "Number of the current job's view", status.generation)
+        yield GaugeMetricFamily("tfps_view_workers", "Workers that take part in the current job", len(status.present))
+        yield CounterMetricFamily("tfps_lost_workers", "Workers the current job went on without", status.lost_workers)
+        yield CounterMetricFamily("tfps_joined_workers", "Workers that joined it under way", status.joined_workers)
         yield CounterMetricFamily("tfps_jobs", "Jobs that have begun", status.jobs)
         failures = CounterMetricFamily("tfps_job_failures", "Jobs that have failed", labels=["error"])
         refused = CounterMetricFamily("tfps_rpc_errors", "Calls that were refused", labels=["rpc", "error"])

@@ -1,0 +1,159 @@
+"""Workers that join a job under way: who may, and what they find there. Through `fit`: tests/elastic/test_joined.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jobs
+import numpy as np
+import pytest
+from jobs import Cluster, attempt, bucket, declare, poll, push, summed, together
+
+from tfps.errors import ConnectError, MismatchError, UnsupportedError, WaitTimeoutError
+from tfps.exchange.interface import BucketSpec
+from tfps.worker.worker import Worker
+
+GOES_ON = dataclasses.replace(jobs.CONFIG, min_workers=1)
+GRADIENT = bucket(3000, name="gradient")
+TOTAL = dataclasses.replace(bucket(8, name="total"), occasional=True)
+WORDS = BucketSpec(("words",), "gather", 0, "uint8", 0)
+ONES = np.ones(750, np.float32)
+
+
+class Job:
+    """Three workers, of whom the last one is lost after two steps."""
+
+    def __init__(self, cluster: Cluster, pservers: int = 2) -> None:
+        self.cluster, self.addresses = cluster, cluster.pservers(pservers, 3)
+        made = cluster.workers(self.addresses, 3, config=GOES_ON)
+        together(*(functools.partial(worker.declare, [], ["a line for newcomers"]) for worker in made))
+        declare(made, GRADIENT, TOTAL)
+        declare(made, WORDS)
+        self.workers, lost = made[:2], made[2]
+        for _ in range(2):
+            for pending in [push(worker, 0, ONES) for worker in made]:
+                assert summed(pending.wait()).tolist() == [3.0] * 750
+        lost.close("SIGTERM")
+        self.exchange(self.workers)
+
+    def exchange(self, workers: Sequence[Worker]) -> None:
+        """One step of all; every result must be of exactly these."""
+        steps = [[push(worker, 0, ONES), push(worker, 1, ONES[:2]), push(worker, 2, b"x")] for worker in workers]
+        for gradient, total, words in steps:
+            assert summed(gradient.wait()).tolist() == [len(workers)] * 750
+            assert summed(total.wait()).tolist() == [len(workers)] * 2
+            assert words.wait().parts == {worker.rank: b"x" for worker in workers}
+
+    def newcomer(self, rank: int | None = None) -> Worker:
+        return self.cluster.worker(self.addresses, rank, config=GOES_ON)
+
+    def admit(self, *newcomers: Worker) -> list[int | None]:
+        """What all of them return."""
+        first = self.workers[0]
+        joining = [functools.partial(each.take_part, 1) for each in newcomers]
+
+        def admit(worker: Worker) -> int | None:
+            poll(lambda: first.candidates(1) == sorted(each.rank for each in newcomers))
+            return worker.admit(sorted(each.rank for each in newcomers))
+
+        found: list[int | None] = together(*joining, *(functools.partial(admit, worker) for worker in self.workers))
+        return found
+
+
+@pytest.fixture
+def under_way(cluster: Cluster) -> Job:
+    return Job(cluster)
+
+
+@pytest.mark.parametrize("rank", [2, None])
+def test_a_newcomer_gets_a_free_number_and_takes_part_when_all_let_it(under_way: Job, rank: int | None) -> None:
+    newcomer = under_way.newcomer(rank)
+    assert (newcomer.rank, newcomer.candidate) == (2, True)
+    assert newcomer.lines() == ["a line for newcomers"]
+    assert newcomer.declare([WORDS]) == [2]  # in another order than the others
+    assert newcomer.declare([GRADIENT, TOTAL]) == [0, 1]
+    under_way.exchange(under_way.workers)  # who do not wait for it
+    assert under_way.admit(newcomer) == [0, 0, 0]
+    assert not newcomer.candidate
+    for worker in (*under_way.workers, newcomer):
+        assert worker.view.ranks == (0, 1, 2)
+    for _ in range(2):
+        under_way.exchange([*under_way.workers, newcomer])
+    assert declare([*under_way.workers, newcomer], bucket(4, name="later")) == [3]
+
+
+def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> None:
+    newcomer = under_way.newcomer()
+    assert newcomer.declare([TOTAL, WORDS][:1]) == [1]
+    total = push(newcomer, 1, ONES[:2]).wait()
+    assert (summed(total).tolist(), list(total.ranks)) == ([1.0, 1.0], [2])
+    with pytest.raises(UnsupportedError, match=r"rank 2: a worker can join a job under way in model.fit only"):
+        push(newcomer, 0, ONES).wait()
+    with newcomer.trying_out():
+        assert summed(push(newcomer, 0, ONES).wait()).tolist() == [1.0] * 750
+
+
+def test_two_newcomers_at_once_and_one_that_dies_before(cluster: Cluster) -> None:
+    job = Job(cluster, pservers=1)
+    job.workers[1].close("SIGTERM")
+    job.workers.pop()
+    dies, first, second = job.newcomer(1), None, None
+    dies.declare([GRADIENT, TOTAL])
+    dies.close()
+    poll(lambda: job.workers[0].candidates(1) == [])
+    first, second = job.newcomer(), job.newcomer()
+    assert sorted([first.rank, second.rank]) == [1, 2]
+    assert job.admit(first, second) == [0, 0, 0]
+    job.exchange([job.workers[0], *sorted((first, second), key=lambda each: each.rank)])
+
+
+def test_a_newcomer_that_is_gone_when_the_others_let_it_does_not_take_part(under_way: Job) -> None:
+    newcomer = under_way.newcomer()
+    newcomer.close()
+    assert together(*(functools.partial(worker.admit, [2]) for worker in under_way.workers)) == [None, None]
+    under_way.exchange(under_way.workers)
+
+
+def test_a_newcomer_to_a_training_that_is_over_learns_it(under_way: Job) -> None:
+    newcomer = under_way.newcomer()
+    assert under_way.workers[0].candidates(2) == []  # the others are in their second
+    assert newcomer.take_part(1) is None
+    assert newcomer.candidate
+
+
+def test_a_newcomer_waits_for_a_while_only(cluster: Cluster) -> None:
+    job = Job(cluster)
+    config = dataclasses.replace(GOES_ON, rejoin_timeout_s=0.1)
+    newcomer = cluster.worker(job.addresses, config=config)
+    with pytest.raises(WaitTimeoutError, match=r"rank 2: the other workers have not come .* TFPS_REJOIN_TIMEOUT_S"):
+        newcomer.take_part(1)
+
+
+def test_another_program_is_refused_and_the_others_go_on(under_way: Job) -> None:
+    newcomer = under_way.newcomer()
+    with pytest.raises(MismatchError, match=r"rank 2 joins a job under way, and declares what that has not declared"):
+        newcomer.declare([bucket(12, name="another model")])
+    newcomer.close()
+    under_way.exchange(under_way.workers)
+
+
+def test_a_full_job_takes_nobody(cluster: Cluster) -> None:
+    made = cluster.workers(cluster.pservers(1, 2), 2, config=GOES_ON)
+    address = [made[0]._pservers[0].address]
+    for rank, why in ((None, "all 2 ranks of the job are taken"), (1, "two workers have rank 1")):
+        (error,) = attempt(functools.partial(cluster.worker, address, rank, config=GOES_ON))
+        assert isinstance(error, ConnectError)
+        assert why in str(error)
+
+
+@pytest.mark.parametrize("settings", [{"update": "server"}, {"mode": "diloco"}])
+def test_what_cannot_be_joined_is_named(cluster: Cluster, settings: dict[str, str]) -> None:
+    config = dataclasses.replace(GOES_ON, **settings)  # type: ignore[arg-type]
+    addresses = cluster.pservers(1, 2)
+    made = cluster.workers(addresses, 2, config=config)
+    made[1].close("SIGTERM")
+    (error,) = attempt(functools.partial(cluster.worker, addresses, config=config))
+    assert isinstance(error, UnsupportedError)
+    assert "with mode='sync' and update='worker' only" in str(error)
