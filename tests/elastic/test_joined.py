@@ -17,18 +17,32 @@ HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 240.0
 
 
-@pytest.mark.parametrize("kind", ["arrays joined", "dataset joined validation adam", "arrays joined shuffled"])
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, kind: str, lost: int) -> None:
+# What is trained, the number of the worker that is lost, and the step (of an epoch) after which it is there again.
+CASES = {
+    "after an epoch": ("arrays joined", 1, [0, 5]),
+    "rank 0, after an epoch": ("dataset joined validation adam", 0, [0, 5]),
+    "after an epoch, shuffled": ("arrays joined shuffled", 0, [0, 5]),
+    "within an epoch": ("arrays joined adam", 1, [1, 1]),
+    "within the first epoch": ("dataset joined", 0, [0, 3]),
+    "within an epoch, shuffled": ("arrays joined shuffled", 1, [1, 2]),
+    "where the data goes on": ("dataset repeated joined", 1, [1, 2]),
+    "between epochs where the data goes on": ("dataset repeated joined", 0, [0, 5]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, case: str) -> None:
+    kind, lost, after = CASES[case]
     addresses = cluster.pservers(2, 3)
     environment = {
         "TFPS_MIN_WORKERS": "1",
         "TFPS_SLICE_BYTES": "2048",
         "EPOCHS": "4",
+        "JOIN_AFTER": json.dumps(after),
         "PYTHONPATH": f"{HERE}{os.pathsep}{processes.PYTHONPATH}",
     }
     script = "../elastic/lossy.py"
-    fault = {lost: (3, "between slices", signal.SIGKILL)}
+    fault = {lost: (1, "between slices", signal.SIGKILL)}
     arguments = [[str(tmp_path), kind, json.dumps(fault.get(rank))] for rank in range(3)]
     with processes.started(script, addresses, 3, arguments, **environment) as started:
         started[lost].communicate(timeout=TIMEOUT_S)

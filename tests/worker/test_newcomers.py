@@ -49,17 +49,17 @@ class Job:
     def newcomer(self, rank: int | None = None) -> Worker:
         return self.cluster.worker(self.addresses, rank, config=GOES_ON)
 
-    def admit(self, *newcomers: Worker) -> list[int | None]:
+    def admit(self, *newcomers: Worker) -> list[list[int]]:
         """What all of them return."""
         first = self.workers[0]
         joining = [functools.partial(each.take_part, 1) for each in newcomers]
 
-        def admit(worker: Worker) -> int | None:
+        def admit(worker: Worker) -> Sequence[int] | None:
             poll(lambda: first.candidates(1) == sorted(each.rank for each in newcomers))
             return worker.admit(sorted(each.rank for each in newcomers))
 
-        found: list[int | None] = together(*joining, *(functools.partial(admit, worker) for worker in self.workers))
-        return found
+        found = together(*joining, *(functools.partial(admit, worker) for worker in self.workers))
+        return [list(ranks or ()) for ranks in found]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_newcomer_gets_a_free_number_and_takes_part_when_all_let_it(under_way:
     assert newcomer.declare([WORDS]) == [2]  # in another order than the others
     assert newcomer.declare([GRADIENT, TOTAL]) == [0, 1]
     under_way.exchange(under_way.workers)  # who do not wait for it
-    assert under_way.admit(newcomer) == [0, 0, 0]
+    assert under_way.admit(newcomer) == [[0, 1]] * 3
     assert not newcomer.candidate
     for worker in (*under_way.workers, newcomer):
         assert worker.view.ranks == (0, 1, 2)
@@ -105,7 +105,7 @@ def test_two_newcomers_at_once_and_one_that_dies_before(cluster: Cluster) -> Non
     poll(lambda: job.workers[0].candidates(1) == [])
     first, second = job.newcomer(), job.newcomer()
     assert sorted([first.rank, second.rank]) == [1, 2]
-    assert job.admit(first, second) == [0, 0, 0]
+    assert job.admit(first, second) == [[0]] * 3
     job.exchange([job.workers[0], *sorted((first, second), key=lambda each: each.rank)])
 
 

@@ -124,9 +124,7 @@ def from_source(runtime: Runtime, ask: Callable[[bool], tuple[_T, Collection[int
     `ask` exchanges once: it gets whether this rank is the source, and returns what came and from which ranks. All ranks
     see the same, so if the source has been lost they all ask again, with the next one.
     """
-    workers = runtime.exchange.view.workers
-    for turn in range(workers):
-        source = (runtime.source + turn) % workers
+    for source in runtime.sources:
         found, ranks = ask(source == runtime.exchange.rank)
         if source in ranks:
             runtime.source = source
@@ -135,7 +133,7 @@ def from_source(runtime: Runtime, ask: Callable[[bool], tuple[_T, Collection[int
 
 
 class Broadcast:
-    """Gives every rank the bytes of `Runtime.source`, however many these are."""
+    """Gives every rank the bytes of the first of `Runtime.sources`, however many these are."""
 
     def __init__(self, runtime: Runtime, name: str, **options: Hashable | Sequence[str]) -> None:
         self._runtime, self._parts = runtime, AllGather(runtime, name, **options)  # type: ignore[arg-type]
@@ -152,7 +150,7 @@ class Broadcast:
 
 
 class FixedBroadcast:
-    """Gives every rank an array of bytes of `Runtime.source`, whose size all know."""
+    """Gives every rank an array of bytes of the first of `Runtime.sources`, whose size all know."""
 
     def __init__(self, runtime: Runtime, name: str, nbytes: int, **options: Hashable | Sequence[str]) -> None:
         self._runtime, self._sum = runtime, AllReduce(runtime, name, [nbytes], np.uint8, **options)

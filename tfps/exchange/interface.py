@@ -195,6 +195,8 @@ class Peers(Protocol):
 class Joining(Protocol):
     """How a worker joins a job under way (a **candidate**, until it takes part), and how the others let it."""
 
+    told: bool  # candidates have become ready since this was set to False
+
     @property
     def candidate(self) -> bool: ...  # whatever it exchanges comes back to it unchanged
 
@@ -204,19 +206,20 @@ class Joining(Protocol):
     def trying_out(self) -> contextlib.AbstractContextManager[None]:
         """In the block a candidate may exchange gradients, with nobody."""
 
-    def take_part(self, training: int) -> int | None:
+    def take_part(self, training: int) -> Sequence[int] | None:
         """Waits until the others let this candidate take part in training number `training`, from 1.
 
-        Returns the lowest rank of the others; None if they are in a later training. WaitTimeoutError: it took too long.
+        Returns the ranks that took part before; None if these are in a later training. WaitTimeoutError: it took too
+        long.
         """
 
     def candidates(self, training: int) -> list[int]:
         """The ranks that wait to take part in it."""
 
-    def admit(self, candidates: Sequence[int]) -> int | None:
+    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
         """Lets them take part from the next round of every bucket on; all ranks call it, with nothing under way.
 
-        Returns the lowest rank of those that took part before; None if no candidate is there any more.
+        Returns the ranks that took part before; None if no candidate is there any more.
         """
 
 

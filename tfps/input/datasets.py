@@ -7,6 +7,7 @@ tests/integration/test_input.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -43,6 +44,7 @@ class _Staged:
     sources: list[tf.data.Dataset]
     whole: Whole | None = None
     opened = 0  # how often it has been iterated over
+    skipping = 0  # batches of the next iterator that others have taken
     cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
@@ -82,13 +84,21 @@ class _Staged:
             chosen = self._stream.epoch(f"batches/{next(self.staging.epochs)}", self.steps)
         stage = Stage(self.staging, element_spec, on_devices=self.on_devices)
         # If the data is not divided, this worker iterates alone.
-        cut, ranks = (extended.own_part, extended.agreed_ranks()) if cuts else (None, ())
-        feed = Feed(self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks)
+        skipped, self.skipping = self.skipping, 0
+        chosen = itertools.islice(chosen, skipped, None) if skipped else chosen
+        cut, ranks = (extended.own_part, extended.agreed_ranks(known=skipped > 0)) if cuts else (None, ())
+        feed = Feed(
+            self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks, skipped
+        )
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
-    def open_until(self, count: int) -> None:
-        """Iterates until it has been done `count` times: each time its data may have another order."""
+    def open_until(self, count: int, skipping: int = 0) -> None:
+        """Iterates until it has been done `count` times: each time its data may have another order.
+
+        The next time it begins after the first `skipping` batches.
+        """
+        self.skipping = skipping
         for _ in range(count - self.opened):
             with tf.device(HOST):
                 for source in self.sources:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.collectives import AllGather
-from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
+from tfps.errors import ClosedError, MismatchError, TfpsError, WaitTimeoutError, to_text
 from tfps.exchange.interface import Reply
 from tfps.graph import ops as graph_ops
 from tfps.graph.rows import UNKNOWN
@@ -133,6 +134,8 @@ class Lockstep:
         self._iterators: weakref.WeakValueDictionary[int, IteratorProgress] = weakref.WeakValueDictionary()
         self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
         self.places = 0  # of iterators in lockstep so far
+        self.admits = False  # whether the program stops between two batches for those who want to join
+        self._pause: tuple[IteratorProgress, int] | None = None  # the last batch that it takes before it does
         self._failure = ""
         self._warned = False
         self._stopped: threading.Event | None = None  # set when the program waits for a batch that is not announced
@@ -153,10 +156,12 @@ class Lockstep:
         meets: bool = False,
         foresees: bool = True,
         whole: bool = False,
+        begin: int = 0,
     ) -> IteratorProgress:
         """Follows the iterator with this unique `number`, negative for a loop inside a function."""
         with self._lock:
             progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, foresees, whole)
+            progress.asked = progress.known = progress.owed = begin
         return progress
 
     @contextlib.contextmanager
@@ -218,6 +223,39 @@ class Lockstep:
             if self._stopped is not None and (progress, position) in self._owed:
                 self._stopped.set()
 
+    @property
+    def pauses(self) -> bool:
+        """Whether the program must stop for those who want to join, now or after batches that are announced already."""
+        return self._pause is not None
+
+    @property
+    def taken(self) -> int | None:
+        """How many batches have been taken before the program must stop, if it must now."""
+        with self._lock:
+            if self._pause is None or self._pause[0].asked <= self._pause[1]:
+                return None
+            return self._pause[1] + 1
+
+    def forget(self, timeout_s: float) -> None:
+        """At the end of an iterator: no announcement of it follows; all ranks call it. WaitTimeoutError: one may."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._pause is not None:  # on all ranks, so all forget the same
+                    self._owed.clear()
+                if not self._owed:
+                    return
+            if time.monotonic() > deadline_s:
+                raise WaitTimeoutError(f"the data of the last epoch has not ended within {timeout_s:.3g} s")
+            threading.Event().wait(0.001)
+
+    def resume(self) -> None:
+        """Announces batches again."""
+        with self._lock:
+            self._pause = None
+            for progress in list(self._iterators.values()):
+                self._advance(progress)
+
     def stop_before_next_batch(self) -> threading.Event:
         """Announces no more batches; the event is set when the program has ended its step and waits for the next."""
         with self._lock:
@@ -235,12 +273,12 @@ class Lockstep:
             self.fail(CLOSED)
 
     def _decide(self, progress: IteratorProgress, position: int, reply: Reply) -> None:
-        """Handles the ranks' announcements for `position`, each int64 of a code, place, rows, digest."""
+        """Handles the ranks' announcements for `position`: code, place, rows, digest, whether others want to join."""
         if reply.error is not None:
             self.fail(reply.error)
             return
         ranks, said = zip(*(reply.parts or {}).items(), strict=True)
-        codes, places, rows, digests = np.array([np.frombuffer(part, np.int64) for part in said]).T
+        codes, places, rows, digests, joins = np.array([np.frombuffer(part, np.int64) for part in said]).T
         own = ranks.index(self._rank)
         others = np.flatnonzero(places != places[own])
         try:
@@ -268,6 +306,8 @@ class Lockstep:
             verdict.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
             verdict.ranks = ranks
             progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
+            if joins.any() and verdict.all_have:
+                self._pause = progress, position
             self._advance(progress)
 
     def _verdict(self, progress: IteratorProgress, position: int, codes: Array, ranks: Sequence[int]) -> _Verdict:
@@ -324,7 +364,7 @@ class Lockstep:
         A position is announced once all ranks have the previous one: a rank that counts its batches never requests
         one past its last, so other ranks must not announce that one just because they requested it.
         """
-        while self._owed and self._stopped is None:
+        while self._owed and self._stopped is None and self._pause is None:
             progress, position = self._owed[0]
             if progress.stops and position > progress.agreed:
                 self._owed.popleft()
@@ -334,7 +374,9 @@ class Lockstep:
                 return
             self._owed.popleft()
             place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)
-            own = np.array([code, place, rows, first_batches.NOTHING if position else progress.first], np.int64)
+            digest = first_batches.NOTHING if position else progress.first
+            joins = self.admits and self.runtime.exchange.joining.told
+            own = np.array([code, place, rows, digest, joins], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             self.said.push(own, functools.partial(self._decide, progress, position))
 

@@ -186,7 +186,9 @@ class Feed:
         first: FirstBatches | None = None,  # knows the digests of first batches; None: this rank makes its own
         cut: Cut | None = None,  # then groups are whole batches, which are cut again if their ranks turn out to differ
         ranks: Sequence[int] = (),  # for which they are cut at first
+        skipped: int = 0,  # batches that others have taken before
     ) -> None:
+        self._skipped = skipped
         self._first, self._compares = first, meets and staging.compares  # else this worker iterates alone
         self._staging, self._stage, self._hands_out = staging, stage, hands_out
         self._groups: Iterator[Group] | None = groups
@@ -209,7 +211,7 @@ class Feed:
         self._progress: IteratorProgress | None = None
         if staging.lockstep is not None:  # tokens are put on request only, and `_room` limits how much is staged
             self._progress = staging.lockstep.follow(
-                self.number, batches, self._answer, meets=meets, whole=cut is not None
+                self.number, batches, self._answer, meets=meets, whole=cut is not None, begin=skipped
             )
             for _ in range(staging.depth):
                 self._room.put(1)
@@ -274,7 +276,7 @@ class Feed:
         try:
             with contextlib.suppress(*_STOPS):
                 try:
-                    for position, batches in enumerate(self._read()):
+                    for position, batches in enumerate(self._read(), self._skipped):
                         if progress is not None:
                             progress.exists(position, self._rows_of(batches)[0])
                             self._get(self._room)

@@ -1,4 +1,4 @@
-"""`fit` of a worker that joins a job under way: it goes on where the others are, at the beginning of an epoch.
+"""`fit` of a worker that joins a job under way: it goes on where the others are, at the next step.
 
 Until then it trains one step for itself, which traces what it will need, so that the others wait for the state only:
 weights, slots, counters and seeds, what Keras' own callbacks have found, and the position in the data.
@@ -15,14 +15,15 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfps.collectives import AllGather, Broadcast
 from tfps.errors import MismatchError, UnsupportedError
 from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks import random_numbers
 from tfps.keras_hooks.hooks import for_callbacks, replaces
-from tfps.keras_hooks.keras_private import begin_at, distributed_dataset
-from tfps.types import Array, Callback, Function, Json, Model, Variable
+from tfps.keras_hooks.keras_private import begin_at, distributed_dataset, repeats
+from tfps.types import Array, Batches, Callback, Function, Json, Model, Variable
 
 logger = logging.getLogger("tfps")
 NEVER = 2**31  # an epoch that no training has
@@ -43,7 +44,8 @@ def _begin_training(
 ) -> None:
     """A worker that joins a job under way takes over its position."""
     extended = strategy.extended
-    if extended.sharding.in_epoch:  # a training within another
+    if extended.sharding.in_epoch:  # a training within another, whose steps are no places to join
+        _let_others_in(strategy, False)
         original(callbacks, *args, **options)
         return
     extended.trainings += 1
@@ -60,63 +62,103 @@ def _begin_epoch(
     """Lets workers take part that have joined the job meanwhile."""
     extended = strategy.extended
     if extended.admits and not extended.sharding.in_epoch:
-        if extended.training_begun == extended.trainings:
-            _admit(strategy, callbacks, epoch)
-        extended.training_begun = extended.trainings  # in its first epoch nobody is admitted
+        extended.epoch = epoch
+        anew = extended.epochs.steps_per_epoch is None  # else others have agreed on its first batch already
+        if not extended.just_joined and (anew or extended.staging.lockstep.pauses):
+            _admit(strategy, callbacks, 0)
+        extended.just_joined = False
+        _let_others_in(strategy, extended.epochs.steps_per_execution == 1)
     original(callbacks, epoch, *args, **options)
+
+
+@replaces(keras.callbacks.CallbackList, "on_train_batch_begin", _TEST)
+@for_callbacks
+def _begin_batch(
+    original: Function, strategy: BaseStrategy, callbacks: Callback, batch: int, *args: object, **options: object
+) -> None:
+    """As `CallbackList.on_epoch_begin`, between two steps."""
+    staging = strategy.extended.staging
+    if staging is not None and staging.lockstep is not None and staging.lockstep.taken is not None:
+        _admit(strategy, callbacks, batch)
+    original(callbacks, batch, *args, **options)
+
+
+def _let_others_in(strategy: BaseStrategy, between_steps: bool) -> None:
+    staging = strategy.extended.staging
+    if staging is not None and staging.lockstep is not None:
+        staging.lockstep.admits = between_steps
 
 
 def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
     extended, model = strategy.extended, callbacks.model
     epochs, runtime = extended.epochs, extended.runtime
-    if epochs is None or epochs.steps_per_epoch is not None or not hasattr(distributed_dataset(epochs), "opened"):
+    if epochs is None or not repeats(epochs) or not hasattr(distributed_dataset(epochs), "opened"):
         raise UnsupportedError(
-            "a worker can join a job under way where each epoch reads its data anew: leave out steps_per_epoch, and "
-            "give fit arrays or a tf.data.Dataset that ends"
+            "a worker can join a job under way where it can make the batches of the others: give fit arrays or a "
+            "tf.data.Dataset, no generator or PyDataset"
         )
     with extended.exchange.joining.trying_out():
-        model.train_function(iter(distributed_dataset(epochs)))
+        one_step = strategy.experimental_distribute_dataset(_one_batch(distributed_dataset(epochs)))
+        model.train_function(iter(one_step))
         runtime.settle(runtime.wait_s)
-    source = extended.exchange.joining.take_part(extended.trainings)
-    if source is None:
+    others = extended.exchange.joining.take_part(extended.trainings)
+    if others is None:
         logger.info("tfps: training %d of the job is over; this worker goes on to the next", extended.trainings)
         extended.positioned = True
         begin_at(model, NEVER)
         return
-    extended.align(source)
-    _hand_over(strategy, callbacks, 0, joins=True)
-    extended.training_begun = 0  # it has just been admitted
+    with extended.aligned(others):
+        _hand_over(strategy, callbacks, joins=True)
+    extended.just_joined = True
     model.reset_metrics()
 
 
-def _admit(strategy: BaseStrategy, callbacks: Callback, epoch: int) -> None:
-    """Lets those take part who are ready; all ranks call it."""
+def _one_batch(dataset: Batches) -> tf.data.Dataset:
+    """A batch of zeros as those of `dataset`, which is not read: reading may change the order of its epochs."""
+
+    def zeros(spec: tf.TypeSpec) -> tf.Tensor:
+        if not isinstance(spec, tf.TensorSpec):
+            raise UnsupportedError(f"a worker can join a job under way whose batches are dense tensors, got {spec}")
+        return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
+
+    with tf.device("CPU:0"):
+        return tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, dataset.sources[0].element_spec))
+
+
+def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
+    """Lets those take part who are ready, before `batch` of the epoch; all ranks call it."""
     extended = strategy.extended
-    runtime, joining = extended.runtime, extended.exchange.joining
+    runtime, joining, lockstep = extended.runtime, extended.exchange.joining, extended.staging.lockstep
+    joining.told = False
     own = joining.candidates(extended.trainings) if strategy.rank == 0 else []
     said = AllGather(runtime, "candidates")(json.dumps(own).encode())
-    if not (candidates := sorted({rank for each in said.values() for rank in json.loads(each)})):
-        return
-    extended.combiner.refresh()
-    runtime.settle(runtime.wait_s)
-    if (source := joining.admit(candidates)) is not None:
-        extended.align(source)
-        _hand_over(strategy, callbacks, epoch, joins=False)
+    if candidates := sorted({rank for each in said.values() for rank in json.loads(each)}):
+        extended.combiner.refresh()
+        if not batch and extended.epochs.steps_per_epoch is None:
+            lockstep.forget(runtime.wait_s)
+        runtime.settle(runtime.wait_s)
+        if (others := joining.admit(candidates)) is not None:
+            with extended.aligned(others):
+                _hand_over(strategy, callbacks, batch, joins=False)
+    lockstep.resume()
 
 
-def _hand_over(strategy: BaseStrategy, callbacks: Callback, epoch: int, *, joins: bool) -> None:
-    """Gives those who join the state of the others; all ranks call it."""
+def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, joins: bool) -> None:
+    """Gives those who join the state of the others, before `batch` of the epoch; all ranks call it."""
     extended, model = strategy.extended, callbacks.model
     runtime, lockstep, dataset = extended.runtime, extended.staging.lockstep, distributed_dataset(extended.epochs)
     variables = _state(model)
     texts = [f"{variable.name} {variable.shape} {variable.dtype.name}" for variable in variables]
     found, arrays = _found(callbacks.callbacks)
     own = {
-        "epoch": epoch,
+        "epoch": extended.epoch,
+        "batch": batch,
+        # Of the iterator that goes on, if one does: how many batches it has given.
+        "taken": (lockstep.taken or 0) if batch or extended.epochs.steps_per_epoch is not None else 0,
         "variables": texts,
         "iterators": lockstep.places,
         "opened": getattr(dataset, "opened", 0),
-        "shuffles": random_numbers.shuffles(),
+        "shuffles": random_numbers.shuffles(extended.epochs),
         "callbacks": found,
     }
     said = json.loads(Broadcast(runtime, "position in the training")(lambda: json.dumps(own).encode()))
@@ -129,13 +171,15 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, epoch: int, *, joins
     packed = Broadcast(runtime, "arrays of callbacks")(lambda: _packed(arrays))
     extended.take_from_first_rank(variables)
     if joins:
-        lockstep.places = said["iterators"]
-        dataset.open_until(said["opened"])
-        random_numbers.set_shuffles(said["shuffles"])
+        on = int(said["taken"] > 0)  # an iterator goes on, which is counted among these
+        lockstep.places = said["iterators"] - on
+        dataset.open_until(said["opened"] - on, skipping=said["taken"])
+        random_numbers.set_shuffles(extended.epochs, said["shuffles"] - on)
+        extended.skipped_steps = said["batch"]
         _set_found(callbacks.callbacks, said["callbacks"], packed)
         extended.positioned = True
         begin_at(model, said["epoch"])
-        logger.info("tfps: this worker goes on with epoch %d", said["epoch"] + 1)
+        logger.info("tfps: this worker goes on with step %d of epoch %d", said["batch"] + 1, said["epoch"] + 1)
 
 
 def _state(model: Model) -> list[Variable]:

@@ -52,6 +52,7 @@ with _fitting():
     from keras.src.random import seed_generator
     from keras.src.saving import saving_lib as saving_lib
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
     # What hooks replace attributes of.
     needs(nn_module, "conv")
@@ -118,6 +119,11 @@ def distributed_dataset(epochs: Batches) -> Batches:
 def begin_at(model: Model, epoch: int | None) -> None:
     """Makes `fit` begin at `epoch`; None: where it is told to."""
     model._initial_epoch = epoch
+
+
+def repeats(epochs: Batches) -> bool:
+    """Whether every process gets the same batches from an epoch iterator: Python makes nothing."""
+    return isinstance(epochs.data_adapter, (ArrayDataAdapter, TFDatasetAdapter))
 
 
 def batch_counter(optimizer: Optimizer) -> Variable:

@@ -10,6 +10,7 @@ Tested in tests/integration/test_semantics.py, test_programs.py and test_local_p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -84,7 +85,10 @@ def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[o
     allows = strategy is not None and steps is not None and makes
     if strategy is not None and strategy.extended.sharding.on:
         strategy.extended.policy.begin_steps()
-    for step in original(epochs):  # its last part is the iterator
+    skipped = 0
+    if strategy is not None and epochs is strategy.extended.epochs:  # of an epoch that a worker joins
+        skipped, strategy.extended.skipped_steps = strategy.extended.skipped_steps, 0
+    for step in itertools.islice(original(epochs), skipped, None):  # its last part is the iterator
         if allows and hasattr(step[-1], "allow"):  # one that reads ahead
             step[-1].allow(math.ceil(steps / epochs.steps_per_execution) * epochs.steps_per_execution)
         allows = False
@@ -118,6 +122,9 @@ def _end_training(
     if strategy.extended.positioned:  # this training alone began elsewhere
         strategy.extended.positioned = False
         begin_at(callbacks.model, None)
+    if (staging := strategy.extended.staging) is not None and staging.lockstep is not None:
+        staging.lockstep.admits = False
+        staging.lockstep.resume()
 
 
 @replaces(keras.Model, "fit", _PROGRAMS)

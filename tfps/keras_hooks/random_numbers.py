@@ -11,8 +11,7 @@ import contextlib
 import json
 import random
 import secrets
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -25,7 +24,7 @@ from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import ArrayDataAdapter, global_seeds, set_global_seeds
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Batches, Function, Value, Variable
+from tfps.types import Argument, Batches, Function, Value
 
 _STATES = "random states: "
 _APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
@@ -39,7 +38,6 @@ class _Shared:
     """Where seeds of datasets come from, and what shuffles now; None: TensorFlow. Used by the main thread."""
 
     seeds: random.Random | None = None
-    counts: ClassVar[list[Variable]] = []  # of the orders of arrays so far, for each time that `fit` shuffles some
     shuffle: Callable[[Value], tf.Tensor] | None = None
 
 
@@ -96,19 +94,19 @@ def _shuffle_arrays_alike(original: Function, arrays: Batches) -> tf.data.Datase
         number = count.assign_add(1, read_value=True)
         return tf.random.experimental.stateless_shuffle(value, tf.stack([tf.constant(seed, tf.int64), number]))
 
-    _Shared.counts.append(count)
+    arrays._tfps_shuffles = count
     with replaced(_Shared, "shuffle", shuffle_alike):
         return original(arrays)
 
 
-def shuffles() -> list[int]:
-    """How many orders arrays have had so far, in each training."""
-    return [int(count) for count in _Shared.counts]
+def shuffles(epochs: Batches) -> int:
+    """How many orders the arrays of a training have had so far; 0 if it has none."""
+    return int(getattr(epochs.data_adapter, "_tfps_shuffles", 0))
 
 
-def set_shuffles(numbers: Sequence[int]) -> None:
-    """Makes arrays go on with the orders that follow those of another rank."""
-    for count, number in zip(_Shared.counts, numbers, strict=False):
+def set_shuffles(epochs: Batches, number: int) -> None:
+    """Makes the arrays of a training go on as those of another rank that have had so many orders."""
+    if (count := getattr(epochs.data_adapter, "_tfps_shuffles", None)) is not None:
         count.assign(number)
 
 

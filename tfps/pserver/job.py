@@ -272,8 +272,9 @@ class Job:
             members = self._membership
             if rank in members.view.ranks:
                 self._training = training
-            elif rank in members.members:
+            elif rank in members.members and members.members[rank].ready != training:
                 members.members[rank].ready = training
+                self._announce(Header(Kind.READY))
             return {"candidates": members.candidates(training), "training": self._training}
 
     def admit(self, rank: int, candidates: Collection[int], timeout_s: float) -> dict[str, object]:
@@ -309,7 +310,7 @@ class Job:
                 item.change_view(view)  # nothing is under way
             for rank in here:
                 self._log(f"goes on with {len(view.ranks)} workers: {members[rank]} takes part")
-                self._queues[rank].put_urgent(frames.encode(Header(Kind.ADMITTED, index=admission.before[0])))
+                self._queues[rank].put_urgent(frames.encode_ranks(0, admission.before, Kind.ADMITTED))
         admission.present = self._membership.view.ranks
         admission.over, self._admission = True, None
         self._changed.notify_all()

@@ -150,7 +150,9 @@ class Runtime:
     def __init__(self, exchange: Exchange, recorder: Recorder, wait_s: float) -> None:
         self.exchange, self.recorder, self.wait_s = exchange, recorder, wait_s
         self.spans = StepSpans(recorder, exchange.rank)
-        self.source = 0  # the rank whose values others take, the same on all: the first one, or after its loss another
+        # The ranks whose values others take, in this order if some are lost; the same on all ranks.
+        self.sources: Sequence[int] = range(exchange.view.workers)
+        self.source = 0  # the one whose values were taken last
         with tf.init_scope(), tf.device(HOST):
             self._messages = tf.queue.FIFOQueue(1_000_000, MESSAGE, name="tfps_send")
             self.queue = self._messages.queue_ref  # receives the messages of send ops
@@ -263,9 +265,8 @@ class Runtime:
             self._pushed[bucket] += 1
             return self._pushed[bucket] - 1
 
-    def align(self, source: int) -> None:
-        """Counts rounds as the exchange does, whose numbers are the same on all ranks; `source`: see there."""
-        self.source = source
+    def align(self) -> None:
+        """Counts rounds as the exchange does, whose numbers are the same on all ranks."""
         with self._progress:
             for bucket in self.declared.numbers():
                 self._pushed[bucket] = self.exchange.state.steps(bucket)

@@ -91,7 +91,9 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.runtime = runtime
         self.admits = self.changes and self.policy.together and not self.policy.remote_parameters
         self.trainings = 0  # calls of `fit` so far, but for those within others
-        self.training_begun = 0  # the last one of which an epoch has begun
+        self.just_joined = False  # before the next epoch begins
+        self.epoch = 0  # of `fit`
+        self.skipped_steps = 0  # of the next epoch: others have taken them
         self.positioned = False  # whether `fit` begins at another epoch than it was told
         self.epochs: Batches = None  # Keras' iterator of the training
         self._present = AllGather(runtime, "ranks that are present")
@@ -161,15 +163,23 @@ class Extended(mirrored_strategy.MirroredExtended):
             num_replicas_in_sync=self._num_replicas_in_sync,
         )
 
-    def align(self, source: int) -> None:
-        """Makes what this worker counts what those count that join or are joined; nothing is under way."""
-        self._runtime.align(source)
+    @contextlib.contextmanager
+    def aligned(self, others: Sequence[int]) -> Iterator[None]:
+        """Makes this worker's counts those of all who join or are joined; nothing is under way.
+
+        In the block values come from the `others`, who took part before.
+        """
+        self._runtime.align()
         self.combiner.align()
         if self._invariants is not None:
             self._invariants.reset()
+        with replaced(self._runtime, "sources", tuple(others)):
+            yield
 
-    def agreed_ranks(self) -> tuple[int, ...]:
-        """The ranks that take part now, the same on all; every rank must call it."""
+    def agreed_ranks(self, *, known: bool = False) -> tuple[int, ...]:
+        """The ranks that take part now, the same on all; every rank must call it, unless they are `known`."""
+        if known:
+            return tuple(self.exchange.view.ranks)
         return tuple(self._present(b""))
 
     def own_part(self, batch: Structure, ranks: Sequence[int]) -> list[Structure]:

@@ -41,14 +41,14 @@ class Kind(enum.IntEnum):
     RANKS = 10
     LOST = 11
     ADMITTED = 12
+    READY = 13
 
 
 class Header(NamedTuple):
     """The header of a frame.
 
-    An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT and a BEAT none; a TRACE `step` (number of the
-    capture) and `index` (1 begins, 0 ends); SCALARS `bucket` and `step`; RANKS `generation`; LOST `index` (a rank);
-    ADMITTED `index` (the first rank of those who took part before).
+    An ACK uses only `received`, an ERROR `index` (a code), a TRACE `step` (number of the capture) and `index` (1
+    begins, 0 ends), SCALARS `bucket` and `step`, RANKS `generation`, LOST `index` (a rank), other notices none.
     """
 
     kind: int
@@ -118,13 +118,13 @@ def _unpack(data: bytes | bytearray | memoryview) -> Header:
     return Header(kind, flags, bucket, index, priority, step, received, generation)
 
 
-def encode_ranks(number: int, ranks: Collection[int]) -> bytes:
-    """RANKS: `number` of a REPLY means these ranks."""
-    return encode(Header(Kind.RANKS, generation=number), np.asarray(sorted(ranks), "<u4").tobytes())
+def encode_ranks(number: int, ranks: Collection[int], kind: Kind = Kind.RANKS) -> bytes:
+    """RANKS: `number` of a REPLY means these ranks. ADMITTED: these took part before."""
+    return encode(Header(kind, generation=number), np.asarray(sorted(ranks), "<u4").tobytes())
 
 
 def decode_ranks(payload: memoryview) -> tuple[int, ...]:
-    """The ranks in a RANKS frame, ascending."""
+    """The ranks in a RANKS or ADMITTED frame, ascending."""
     if not len(payload) or len(payload) % 4:
         raise ProtocolError(f"RANKS must have 4 bytes for each rank, got {len(payload)} bytes")
     return tuple(np.frombuffer(payload, "<u4").tolist())

@@ -131,7 +131,7 @@ class EmbeddedExchange:
 
     # Joining: nobody does
 
-    candidate = False
+    candidate = told = False
 
     def lines(self) -> Sequence[str]:
         return []
@@ -139,13 +139,13 @@ class EmbeddedExchange:
     def trying_out(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def take_part(self, training: int) -> int | None:
-        return self.rank
+    def take_part(self, training: int) -> Sequence[int] | None:
+        return [self.rank]
 
     def candidates(self, training: int) -> list[int]:
         return []
 
-    def admit(self, candidates: Sequence[int]) -> int | None:
+    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
         return None
 
     # Peers: there are none

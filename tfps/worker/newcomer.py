@@ -28,7 +28,7 @@ class Newcomer:
         self._rank, self._declared, self._pservers = rank, declared, pservers
         self._free: defaultdict[str, deque[int]] = defaultdict(deque)  # numbers of buckets, by what ranks compare
         self._known = 0  # buckets
-        self.source = 0  # the first rank of the others
+        self.others: Sequence[int] = ()  # who took part before
         self._admitted: set[int] = set()  # the pservers that have told
         self.admitted = threading.Event()
 
@@ -77,11 +77,11 @@ class Newcomer:
         declared(range(self._known), bucket)
         self.alone.push(bucket, payload, on_reply, step_scalars)
 
-    def tell_admitted(self, pserver: int, first: int) -> None:
-        """Notes that a pserver lets it take part, and the first rank of those who took part before."""
+    def tell_admitted(self, pserver: int, others: Sequence[int]) -> None:
+        """Notes that a pserver lets it take part, and the ranks of those who took part before."""
         self._admitted.add(pserver)
         if pserver == 0:
-            self.source = first
+            self.others = others
         if len(self._admitted) == self._pservers:
             self.admitted.set()
 

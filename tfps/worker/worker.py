@@ -93,6 +93,7 @@ class Worker:
         ]
         self._streams: list[WorkerStream] = []
         self._losses = Losses()
+        self.told = False  # that others are ready to take part
         self.newcomer: Newcomer | None = None  # until it takes part
         self._joined: Newcomer | None = None  # from then on
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
@@ -235,10 +236,10 @@ class Worker:
             if newcomer is not None:
                 newcomer.tries_out = False
 
-    def take_part(self, training: int) -> int | None:
+    def take_part(self, training: int) -> Sequence[int] | None:
         newcomer = self.newcomer
         if newcomer is None:
-            return self.view.ranks[0]
+            return self.view.ranks
         deadline_s = time.monotonic() + self.config.rejoin_timeout_s
         while not newcomer.admitted.wait(_READY_S):
             self._failures.check()
@@ -257,12 +258,12 @@ class Worker:
             self._client.goes_on(replies[0].declarations)
             self._joined, self.newcomer = newcomer, None
         logger.info("tfps: rank %d takes part from now on, with %d workers", self.rank, len(self.view.ranks))
-        return newcomer.source
+        return newcomer.others
 
     def candidates(self, training: int) -> list[int]:
         return list(self._client.ready(training).candidates)
 
-    def admit(self, candidates: Sequence[int]) -> int | None:
+    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
         reply = self._client.admit(candidates, self.config.step_timeout_s)
         joined = sorted(set(reply.present).difference(reply.before))
         with self._changing_view:
@@ -272,7 +273,7 @@ class Worker:
         for rank in joined:
             self._losses.forget(rank)
             logger.info("tfps: rank %d takes part from now on, with %d workers", rank, len(self.view.ranks))
-        return min(reply.before) if joined else None
+        return list(reply.before) if joined else None
 
     # Joining and leaving
 
@@ -428,9 +429,12 @@ class Worker:
         if header.kind == Kind.TRACE:
             self.captures.take(header)
             return
+        if header.kind == Kind.READY:
+            self.told = True
+            return
         if header.kind == Kind.ADMITTED:
             if self.newcomer is not None:
-                self.newcomer.tell_admitted(pserver, header.index)
+                self.newcomer.tell_admitted(pserver, frames.decode_ranks(payload))
             return
         if header.kind == Kind.LOST:
             self._lost(header.index, bytes(payload).decode("utf-8", "replace"))
