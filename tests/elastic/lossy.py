@@ -28,6 +28,7 @@ from tfps.types import Argument, Model
 from tfps.worker.worker import Worker
 
 BATCH = 47
+DEVICES = [f"CPU:{number}" for number in range(int(os.environ.get("DEVICES", "1")))]
 JOIN_AFTER = json.loads(os.environ.get("JOIN_AFTER", "[0, 5]"))
 EPOCHS = int(os.environ.get("EPOCHS", "2"))
 SAMPLES = 5 * BATCH + 13
@@ -132,10 +133,16 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
 
     Lockstep._verdict = verdict  # type: ignore[method-assign]
     callback = faults.fail_at(*fault) if fault else None
-    strategy = tfps.Strategy()
+    strategy = tfps.Strategy(devices=DEVICES)
     with strategy.scope():
         model = build()
-        model.compile(OPTIMIZERS["adam" if "adam" in kind else "sgd"](), LOSS, metrics=["accuracy"])
+        model.compile(
+            OPTIMIZERS["adam" if "adam" in kind else "sgd"](),
+            LOSS,
+            metrics=["accuracy"],
+            steps_per_execution=2 if "several" in kind else 1,
+            run_eagerly="eagerly" in kind,
+        )
     fit(kind, model, strategy, callback, folder)
     worker = cast(Worker, strategy._runtime.exchange)
     found = {
@@ -207,6 +214,9 @@ def _path(name: str, paths: dict[str, int]) -> str:
 
 
 if __name__ == "__main__":
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration() for _ in DEVICES]
+    )
     if sys.argv[2] == "plain":
         plain(Path(sys.argv[1]), sys.argv[3])
     else:

@@ -35,7 +35,7 @@ class Trained:
     def __post_init__(self) -> None:
         self.text = "\n".join(self.outputs)
 
-    def check(self, lost: Sequence[int] = (1,)) -> None:
+    def check(self, lost: Sequence[int] = (1,), *, exact: bool = True) -> None:
         """Survivors are bitwise equal, and plain Keras' within 1e-5 without the rows that they saw lost."""
         left = [rank for rank in range(3) if rank not in lost]
         assert sorted(self.survivors) == left, self.text
@@ -45,7 +45,7 @@ class Trained:
             assert [w.tobytes() for w in other["weights"]] == [w.tobytes() for w in first["weights"]]
             assert other["divided"] == first["divided"]
             assert sorted(other["losses"]) == sorted(first["losses"])
-        for mine, its in zip(first["weights"], self.plain, strict=True):
+        for mine, its in zip(first["weights"], self.plain, strict=True) if exact else ():
             np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5, err_msg=f"{first['divided']} {first['losses']}")
 
 
@@ -100,6 +100,15 @@ CASES: dict[str, tuple[str, dict[int, tuple[Argument, ...]], dict[str, str]]] = 
     "update on the server": ("arrays", {1: (3, "between slices")}, {"TFPS_UPDATE": "server"}),
     "update on the server, rank 0": ("arrays adam", {0: (3, "between slices")}, {"TFPS_UPDATE": "server"}),
     "stopped": ("arrays", {1: (3, "before a push", signal.SIGSTOP)}, {}),
+    "compressed": ("arrays", {0: (3, "between slices")}, {"TFPS_COMPRESSION": "int8"}),
+    "update on the server, compressed": (
+        "arrays",
+        {1: (3, "between slices")},
+        {"TFPS_UPDATE": "server", "TFPS_COMPRESSION": "topk:0.1"},
+    ),
+    "with two devices": ("arrays", {1: (3, "between slices")}, {"DEVICES": "2"}),
+    "several steps at a time": ("several steps", {1: (2, "before a push")}, {}),
+    "eagerly": ("eagerly", {1: (4, "in an announcement")}, {}),
     "over gRPC": ("arrays", {1: (3, "between slices")}, {"TFPS_TRANSPORT": "grpc", "TFPS_SHARED_MEMORY": "0"}),
     "over TCP": ("arrays", {1: (3, "between slices")}, {"TFPS_SHARED_MEMORY": "0"}),
 }
@@ -124,7 +133,7 @@ def test_a_worker_that_gets_sigterm_ends_its_step_and_no_row_is_lost(
 def test_a_worker_is_lost(cluster: Cluster, tmp_path: Path, case: str) -> None:
     kind, faults_of, more = CASES[case]
     job = trained(cluster, tmp_path, kind, faults_of, more)
-    job.check(list(faults_of))
+    job.check(list(faults_of), exact="TFPS_COMPRESSION" not in more and kind != "eagerly")
     if case == "stopped":
         assert job.codes[1] == 1
         assert "the other workers went on without this one: rank 1" in job.outputs[1]
