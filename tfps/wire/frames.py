@@ -48,7 +48,7 @@ class Header(NamedTuple):
 
     An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT and a BEAT none; a TRACE `step` (number of the
     capture) and `index` (1 begins, 0 ends); SCALARS `bucket` and `step`; RANKS `generation`; LOST `index` (a rank);
-    ADMITTED `index` (the first rank of those who took part before).
+    ADMITTED `index` (the first rank of those who took part before), and who takes part now as in RANKS.
     """
 
     kind: int
@@ -75,6 +75,7 @@ _CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a n
     8: errors.ClosedError,
     9: errors.UnsupportedError,
     10: errors.InterruptError,
+    11: errors.NonFiniteError,
 }
 
 
@@ -123,10 +124,15 @@ def encode_ranks(number: int, ranks: Collection[int]) -> bytes:
     return encode(Header(Kind.RANKS, generation=number), np.asarray(sorted(ranks), "<u4").tobytes())
 
 
+def encode_admitted(first: int, ranks: Collection[int]) -> bytes:
+    """ADMITTED: `ranks` take part from now on, of whom `first` is the first of those who did before."""
+    return encode(Header(Kind.ADMITTED, index=first), np.asarray(sorted(ranks), "<u4").tobytes())
+
+
 def decode_ranks(payload: memoryview) -> tuple[int, ...]:
-    """The ranks in a RANKS frame, ascending."""
+    """The ranks in a RANKS or ADMITTED frame, ascending."""
     if not len(payload) or len(payload) % 4:
-        raise ProtocolError(f"RANKS must have 4 bytes for each rank, got {len(payload)} bytes")
+        raise ProtocolError(f"ranks in a frame must have 4 bytes for each rank, got {len(payload)} bytes")
     return tuple(np.frombuffer(payload, "<u4").tolist())
 
 
