@@ -19,8 +19,8 @@ fi
 # What --quick leaves out: tests that need TensorFlow, start processes or browsers, or run tools. A new file of tests
 # belongs to it until it is named here.
 slow=(
-    tests/{collectives,doctor,graph,input,integration,keras_hooks,models,policies,programs,ray,runtime,strategy}
-    tests/{tensorboard,tools,updates}
+    tests/{chaos,collectives,doctor,elastic,graph,input,integration,keras_hooks,models,policies,programs,ray,runtime}
+    tests/{strategy,tensorboard,tools,updates}
     tests/launch/test_{cli,kubernetes,options,remote,rendezvous,slurm,ssh,ssh_failures,supervisor,terminal}.py
     tests/pserver/test_{cli,console,fuzz_server,load,measuring,security,strangers}.py
     tests/test_{api,callbacks,doc_blocks,errors,packaging,private_names,site,versions}.py

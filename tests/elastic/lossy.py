@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -162,49 +162,75 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
 
 def plain(folder: Path, rank: str) -> None:
     found = pickle.loads((folder / f"rank{rank}.pickle").read_bytes())
-    model = build()
-    optimizer = OPTIMIZERS["adam" if "adam" in found["kind"] else "sgd"]()
-    variables = model.trainable_variables
-    optimizer.build(variables)
     counted = {(lost, bucket): (step, slices) for lost, bucket, step, slices in found["losses"]}
     x, y = training.digits(SAMPLES)
     steps = [batch for _ in range(EPOCHS) for batch in batches(x, y)]
-    assert len(found["divided"]) >= len(steps), (len(found["divided"]), len(steps))
+    epoch = len(steps) // EPOCHS
+    ended: dict[int, int] = {}
+    if "loop" in found["kind"]:  # a loop of its own asks for the rows when it takes a step, not when it announces it
+        ended = {
+            lost: min(step for other, _, step, _ in found["losses"] if other == lost) for lost, *_ in found["losses"]
+        }
+
+    def lacking(number: int, each: int, bucket: str) -> Iterator[tuple[int, int]]:
+        step, indices = counted.get((each, bucket), (len(steps), ()))
+        _, slices = found["buckets"][bucket]
+        if number > step and number // epoch == step // epoch:
+            yield from slices  # others had agreed with it on the next batches already
+        elif number == step:
+            yield from (slices[index] for index in indices)
+
+    kind = "adam" if "adam" in found["kind"] else "sgd"
+    names = {bucket: names for bucket, (names, _) in found["buckets"].items()}
+
+    def is_absent(number: int, each: int) -> bool:
+        return number > ended.get(each, number)
+
+    weights = without(kind, steps, found["divided"], names, lacking, is_absent)
+    (folder / "plain.pickle").write_bytes(pickle.dumps(weights))
+
+
+def without(
+    optimizer_kind: str,
+    steps: Sequence[tuple[np.ndarray, np.ndarray]],
+    divided: Sequence[Sequence[int]],
+    buckets: Mapping[str, Sequence[str]],
+    lacking: Callable[[int, int, str], Iterable[tuple[int, int]]],
+    is_absent: Callable[[int, int], bool] = lambda number, rank: False,
+) -> list[np.ndarray]:
+    """The weights of plain Keras after `steps`, without what was lost.
+
+    `divided` are the ranks that divide each batch. `lacking` gives the slices (offset and bytes) of a bucket of which
+    a rank's part of a step's gradient is not in the sum; its rows count, unless it `is_absent`.
+    """
+    model = build()
+    optimizer = OPTIMIZERS[optimizer_kind]()
+    variables = model.trainable_variables
+    optimizer.build(variables)
+    assert len(divided) >= len(steps), (len(divided), len(steps))
     by_path = {variable.path: number for number, variable in enumerate(variables)}
-    for number, ((inputs, targets), ranks) in enumerate(zip(steps, found["divided"], strict=False)):
+    for number, ((inputs, targets), ranks) in enumerate(zip(steps, divided, strict=False)):
         sums = [np.zeros(variable.shape, np.float32).reshape(-1) for variable in variables]
         rows = [len(datasets.part_of(place, len(ranks), tf.constant(inputs))) for place in range(len(ranks))]
-        if (
-            "loop" in found["kind"]
-        ):  # a loop of its own asks for the rows when it takes a step, not when it announces it
-            ended = {
-                lost: min(step for other, _, step, _ in found["losses"] if other == lost)
-                for lost, *_ in found["losses"]
-            }
-            rows = [0 if number > ended.get(each, number) else own for each, own in zip(ranks, rows, strict=True)]
+        total = sum(own for each, own in zip(ranks, rows, strict=True) if not is_absent(number, each))
         for place, each in enumerate(ranks):
             own_x, own_y = (datasets.part_of(place, len(ranks), tf.constant(part)) for part in (inputs, targets))
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(
                     keras.losses.sparse_categorical_crossentropy(own_y, model(own_x), from_logits=True)
                 )
-            gradients = [g.numpy().reshape(-1) / sum(rows) for g in tape.gradient(loss, [v.value for v in variables])]
-            for bucket, (names, slices) in found["buckets"].items():
+            gradients = [g.numpy().reshape(-1) / total for g in tape.gradient(loss, [v.value for v in variables])]
+            for bucket, names in buckets.items():
                 numbers = [by_path[_path(name, by_path)] for name in names]
                 flat = np.concatenate([gradients[n] for n in numbers])
-                step, lacking = counted.get((each, bucket), (len(steps), ()))
-                epoch = len(steps) // EPOCHS
-                if number > step and number // epoch == step // epoch:
-                    flat[:] = 0  # others had agreed with it on the next batches already
-                elif number == step:
-                    for index in lacking:
-                        begin, nbytes = slices[index]
-                        flat[begin // 4 : (begin + nbytes) // 4] = 0
+                for begin, nbytes in lacking(number, each, bucket):
+                    flat[begin // 4 : (begin + nbytes) // 4] = 0
                 ends = np.cumsum([sums[n].size for n in numbers])[:-1]
                 for n, part in zip(numbers, np.split(flat, ends), strict=True):
                     sums[n] += part
         optimizer.apply([tf.reshape(s, v.shape) for s, v in zip(sums, variables, strict=True)], variables)
-    (folder / "plain.pickle").write_bytes(pickle.dumps(model.get_weights()))
+    weights: list[np.ndarray] = model.get_weights()
+    return weights
 
 
 def _path(name: str, paths: dict[str, int]) -> str:

@@ -14,9 +14,12 @@ import keras
 from jobs import poll
 
 from tfps import collectives
+from tfps.keras_hooks import joining
 from tfps.protos import tfps_pb2 as pb
 from tfps.runtime.transfers import DeferredUpdate
+from tfps.strategy.extended import Extended
 from tfps.types import Argument, Function, Structure
+from tfps.wire.control import Pserver
 from tfps.wire.send_queue import Outgoing
 from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.client import PserverClient
@@ -32,6 +35,9 @@ Point = Literal[
     "in the exchange of initial values",
     "in an evaluation",
     "in a save",
+    "in an admission",
+    "in a hand-over",
+    "while it asks to join",
 ]
 POINTS: tuple[Point, ...] = Point.__args__  # type: ignore[attr-defined]
 
@@ -40,10 +46,11 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbac
     """Makes this process get the signal `how` there; returns a callback that `fit` needs for some points.
 
     `step` counts from 0: of a gradient, of batches that are announced, of declarations (number 0 is joining), of
-    batches of an evaluation, or of saves.
+    batches of an evaluation, of saves, of calls that admit others (one for each pserver), of hand-overs to those who
+    join (0: at its beginning, 1: when the position in the training has been told), or of questions of one who joins.
     """
 
-    once = iter([None])
+    once, handing = iter([None]), threading.Event()
 
     def end() -> None:
         if next(once, "ended") == "ended":
@@ -61,13 +68,23 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbac
             DeferredUpdate, "finish", lambda original, self, *rest: _if(self.round == step, end, original, self, *rest)
         )
     elif point == "in an announcement":
-        at_call(collectives.AllGather, "push", only=lambda self: self.spec.name == "batches")
+        at_call(collectives.AllGather, "push", only=lambda self, *_: self.spec.name == "batches")
     elif point == "in a declaration":
         at_call(PserverClient, "declare")
     elif point == "in the exchange of initial values":
         at_call(collectives.FixedBroadcast, "__call__")
     elif point == "in a save":
-        at_call(Path, "replace", only=lambda path: path.name.endswith("model.keras"))
+        at_call(Path, "replace", only=lambda path, *_: path.name.endswith("model.keras"))
+    elif point == "in an admission":
+        at_call(Pserver, "call", only=lambda _, name="", *rest: name == "Admit")
+    elif point == "in a hand-over":
+        if step == 0:
+            at_call(joining, "_hand_over")
+        else:  # variables of models are exchanged before, too
+            _at_call(joining, "_hand_over", step=0, end=handing.set)
+            _at_call(Extended, "take_from_first_rank", step=0, end=end, only=lambda *_: handing.is_set())
+    elif point == "while it asks to join":
+        at_call(PserverClient, "ready")
     else:
         _at_pushes(step, point, end)
     return callback
@@ -85,12 +102,12 @@ def _replace(owner: Argument, name: str, instead: Function) -> None:
 
 
 def _at_call(
-    owner: Argument, name: str, *, step: int, end: Callable[[], None], only: Callable[[Argument], bool] | None = None
+    owner: Argument, name: str, *, step: int, end: Callable[[], None], only: Callable[..., bool] | None = None
 ) -> None:
     calls = iter(range(step + 1))
 
     def instead(original: Function, *arguments: Argument, **named: Argument) -> Structure:
-        if (only is None or only(arguments[0])) and next(calls, None) == step:
+        if (only is None or only(*arguments)) and next(calls, None) == step:
             end()
         return original(*arguments, **named)
 
@@ -126,7 +143,7 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
         workers[:] = [self]
         original(self, number, bucket)
         gradients = [each for each in self._buckets if is_gradient(each)]
-        if point == "after the last push" and all(each.steps > step for each in gradients):
+        if point == "after the last push" and gradients and all(each.steps > step for each in gradients):
             ending.set()
 
     def watch() -> None:

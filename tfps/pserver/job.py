@@ -242,11 +242,19 @@ class Job:
 
     # Without a lost worker (Config.min_workers)
 
-    def check_present(self, rank: int) -> None:
-        """Raises WorkerLostError if the others went on without `rank`, which may not know that."""
+    def check_present(self, rank: int, uid: str) -> None:
+        """Raises WorkerLostError if the others went on without worker `uid` of `rank`, which may not know that."""
         with self._changed:
-            if rank in self._membership.lost and rank not in self._membership.members:
-                raise WorkerLostError(f"the other workers went on without this one: {self._membership.lost[rank]}")
+            members = self._membership
+            member = members.members.get(rank)
+            if member is not None and uid not in ("", member.applicant.uid):
+                raise WorkerLostError(f"the other workers went on without this one: {member} has its place")
+            if rank in members.lost and member is None:
+                raise WorkerLostError(f"the other workers went on without this one: {members.lost[rank]}")
+
+    def is_current(self, rank: int, queue: SendQueue) -> bool:
+        """Whether `queue` is that of `rank`: not of a worker that has been lost, whose last frames may come later."""
+        return self._queues.get(rank) is queue
 
     def may_put(self, rank: int) -> bool:
         """Whether `rank` may be the first of those that are left, as far as it and this pserver know."""
@@ -310,8 +318,12 @@ class Job:
                 item.change_view(view)  # nothing is under way
             for rank in here:
                 self._log(f"goes on with {len(view.ranks)} workers: {members[rank]} takes part")
-                self._queues[rank].put_urgent(frames.encode_ranks(0, admission.before, Kind.ADMITTED))
         admission.present = self._membership.view.ranks
+        # In the same stream as what tells of losses before and after, so that all come in their order.
+        frame = frames.encode_admitted(admission.before, admission.present)
+        for rank in admission.present:
+            if rank in self._queues:
+                self._queues[rank].put_urgent(frame)
         admission.over, self._admission = True, None
         self._changed.notify_all()
         return True
@@ -702,13 +714,15 @@ class Session:
 
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
         self._arrived(payload)
-        self._job.push(self.rank, header, payload, place)
+        if self._job.is_current(self.rank, self.queue):
+            self._job.push(self.rank, header, payload, place)
 
     def notice(self, header: Header, payload: memoryview) -> None:
         self._arrived(payload)
         if header.kind != Kind.SCALARS:
             raise not_expected(header, Kind.PUSH)
-        self._job.take_scalars(self.rank, header, payload)
+        if self._job.is_current(self.rank, self.queue):
+            self._job.take_scalars(self.rank, header, payload)
 
     def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
         """Takes the pushes that `receive` brings, to the end."""

@@ -238,9 +238,9 @@ class ParameterServer:
         finally:
             self._joining.release()
 
-    def _of_job(self, name: str, request: Argument, context: object) -> Message:
+    def _of_job(self, name: str, request: Argument, context: grpc.ServicerContext) -> Message:
         job = self._job_of(request.incarnation)
-        job.check_present(request.rank)
+        job.check_present(request.rank, _uid(context))
         fields = _JOB_CALLS[name](job, request)
         reply: Message = control.reply_type(name)(**fields or {})
         return reply
@@ -260,8 +260,10 @@ class ParameterServer:
 
     def _leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
-        with contextlib.suppress(ClosedError):
-            self._job_of(request.incarnation).leave(request.rank, failure, request.reason)
+        with contextlib.suppress(ClosedError, WorkerLostError):
+            job = self._job_of(request.incarnation)
+            job.check_present(request.rank, _uid(context))
+            job.leave(request.rank, failure, request.reason)
         return pb.LeaveReply()
 
     # Streams
@@ -397,6 +399,11 @@ def _attached(request: pb.JoinRequest | pb.ProbeRequest) -> Attached | None:
         return Attached(Offer(memory.host, request.pid, memory.fd, memory.secret))
     except OSError:
         return None
+
+
+def _uid(context: grpc.ServicerContext) -> str:
+    """Of the worker that calls, if it says so."""
+    return str(dict(context.invocation_metadata()).get(control.UID_KEY, ""))
 
 
 def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:

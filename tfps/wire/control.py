@@ -34,6 +34,7 @@ SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
+UID_KEY = "tfps-uid"  # metadata of all that a worker sends once it has joined: another one may have its rank by then
 
 STATE_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
 _RECORDS_BYTES = 50_000 * RECORD.itemsize  # of a capture, in one message
@@ -222,6 +223,10 @@ class Pserver:
             )
             for name, (request, reply) in _TYPES.items()
         }
+
+    def sign(self, uid: str) -> None:
+        """From now on calls and streams say which worker is the caller, by the `uid` with which it has joined."""
+        self.metadata = (*self.metadata, (UID_KEY, uid))
 
     def join(self, request: pb.JoinRequest, timeout_s: float, limit_s: float) -> pb.JoinReply:
         """Calls Join, waiting for the pserver to come up: `timeout_s`, the rest of the user's `limit_s`."""

@@ -48,7 +48,8 @@ class Header(NamedTuple):
     """The header of a frame.
 
     An ACK uses only `received`, an ERROR `index` (a code), a TRACE `step` (number of the capture) and `index` (1
-    begins, 0 ends), SCALARS `bucket` and `step`, RANKS `generation`, LOST `index` (a rank), other notices none.
+    begins, 0 ends), SCALARS `bucket` and `step`, RANKS `generation`, LOST `index` (a rank), ADMITTED
+    `index` (how many of its ranks took part before), other notices none.
     """
 
     kind: int
@@ -75,6 +76,7 @@ _CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a n
     8: errors.ClosedError,
     9: errors.UnsupportedError,
     10: errors.InterruptError,
+    11: errors.NonFiniteError,
 }
 
 
@@ -118,13 +120,19 @@ def _unpack(data: bytes | bytearray | memoryview) -> Header:
     return Header(kind, flags, bucket, index, priority, step, received, generation)
 
 
-def encode_ranks(number: int, ranks: Collection[int], kind: Kind = Kind.RANKS) -> bytes:
-    """RANKS: `number` of a REPLY means these ranks. ADMITTED: these took part before."""
-    return encode(Header(kind, generation=number), np.asarray(sorted(ranks), "<u4").tobytes())
+def encode_ranks(number: int, ranks: Collection[int]) -> bytes:
+    """RANKS: `number` of a REPLY means these ranks."""
+    return encode(Header(Kind.RANKS, generation=number), np.asarray(sorted(ranks), "<u4").tobytes())
+
+
+def encode_admitted(before: Collection[int], present: Collection[int]) -> bytes:
+    """ADMITTED: the ranks `present` take part from now on, of whom those `before` did already."""
+    ranks = [*sorted(before), *sorted(set(present).difference(before))]
+    return encode(Header(Kind.ADMITTED, index=len(before)), np.asarray(ranks, "<u4").tobytes())
 
 
 def decode_ranks(payload: memoryview) -> tuple[int, ...]:
-    """The ranks in a RANKS or ADMITTED frame, ascending."""
+    """The ranks in a RANKS or ADMITTED frame."""
     if not len(payload) or len(payload) % 4:
         raise ProtocolError(f"RANKS must have 4 bytes for each rank, got {len(payload)} bytes")
     return tuple(np.frombuffer(payload, "<u4").tolist())

@@ -93,6 +93,7 @@ class PserverClient:
             with saying(partial(_join_blocked_by, pserver)):
                 left_s = max(deadline_s - time.monotonic(), 0.1)
                 reply = pserver.join(request, left_s, self._config.connect_timeout_s)
+            pserver.sign(request.uid)
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
             view = View.first(reply.workers, len(self.pservers))
             if reply.candidate:  # as if it took part already

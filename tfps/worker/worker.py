@@ -26,7 +26,7 @@ from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import Pserver, bucket_of, layout_of
-from tfps.wire.frames import Header, Kind, encode
+from tfps.wire.frames import Header, Kind, decode_ranks, encode
 from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import SILENT_S, Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing, tune_malloc
@@ -71,7 +71,9 @@ class Worker:
         self._failures = FailureState()
         self._buckets: list[PushedBucket] = []
         self._declaring = threading.Lock()  # serializes declarations
-        self._changing_view = threading.Lock()  # serializes changes of the view
+        self._view_changed = threading.Condition()  # guards the view and the next two
+        self._present: list[set[int]] = []  # by pserver: who takes part, as it has told
+        self._admissions: list[int] = []  # by pserver: how many it has told
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
@@ -197,14 +199,23 @@ class Worker:
         self._losses.log()
         return self._failures.end is None
 
-    def _lost(self, rank: int, what: str) -> None:
-        """Goes on without `rank`; repeated calls, one for each pserver, have no effect."""
-        with self._changing_view:
-            view = self.view
-            if rank not in view.ranks or rank == self.rank:
+    def _lost(self, pserver: int, rank: int, what: str) -> None:
+        """Goes on without `rank`, which `pserver` has lost; what other pservers say of it later has no effect."""
+        with self._view_changed:
+            self._present[pserver].discard(rank)
+            if not self._agree_view():
                 return
-            self._client.membership = dataclasses.replace(self._client.membership, view=view.next(left=[rank]))
         logger.warning("tfps: %s; %d workers go on", what, len(self.view.ranks))
+
+    def _agree_view(self) -> bool:
+        """Takes part with those whom all pservers have; returns whether that is a change. Caller holds the lock."""
+        view = self.view
+        ranks = tuple(sorted({*set.intersection(*self._present), self.rank}))
+        if ranks != view.ranks:
+            view = dataclasses.replace(view, generation=view.generation + 1, ranks=ranks)
+            self._client.membership = dataclasses.replace(self._client.membership, view=view)
+            return True
+        return False
 
     # A job under way
 
@@ -264,12 +275,19 @@ class Worker:
         return list(self._client.ready(training).candidates)
 
     def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
+        before = list(self._admissions)
         reply = self._client.admit(candidates, self.config.step_timeout_s)
         joined = sorted(set(reply.present).difference(reply.before))
-        with self._changing_view:
-            if new := [rank for rank in joined if rank not in self.view.ranks]:
-                view = self.view.next(joined=new)
-                self._client.membership = dataclasses.replace(self._client.membership, view=view)
+
+        def is_told() -> bool:
+            told = all(now > then for now, then in zip(self._admissions, before, strict=True))
+            return told or self._failures.end is not None
+
+        with self._view_changed:  # streams tell it in the order of losses before and after
+            told = self._view_changed.wait_for(is_told, self.config.step_timeout_s)
+        self._failures.check()
+        if not told:
+            raise WaitTimeoutError(f"rank {self.rank}: the pservers have not told who takes part now")
         for rank in joined:
             self._losses.forget(rank)
             logger.info("tfps: rank %d takes part from now on, with %d workers", rank, len(self.view.ranks))
@@ -299,9 +317,13 @@ class Worker:
                 range(self.view.workers),
             )
             queue.heard()
+            self._present.append(set(joined.present if joined.candidate else range(self.view.workers)))
+            self._admissions.append(0)
             self._streams.append(WorkerStream(path, pserver.address, index, queue, incoming, self.fail, self._when))
             if joined.shared_memory:
                 self._memory.pservers.add(index)
+        with self._view_changed:
+            self._agree_view()
 
     def close(self, reason: str = "") -> None:
         if not self._failures.close():
@@ -335,6 +357,8 @@ class Worker:
         if self._failures.fail(error):
             self._end_pushes()
             self._wake.set()
+            with self._view_changed:
+                self._view_changed.notify_all()
 
     def _end_pushes(self) -> None:
         """Answers all pending pushes with the reason why the exchange ended."""
@@ -433,11 +457,16 @@ class Worker:
             self.told = True
             return
         if header.kind == Kind.ADMITTED:
+            with self._view_changed:
+                self._present[pserver] = set(decode_ranks(payload))
+                self._admissions[pserver] += 1
+                self._agree_view()
+                self._view_changed.notify_all()
             if self.newcomer is not None:
-                self.newcomer.tell_admitted(pserver, frames.decode_ranks(payload))
+                self.newcomer.tell_admitted(pserver, decode_ranks(payload)[: header.index])
             return
         if header.kind == Kind.LOST:
-            self._lost(header.index, bytes(payload).decode("utf-8", "replace"))
+            self._lost(pserver, header.index, bytes(payload).decode("utf-8", "replace"))
             return
         layout = layout_of(pb.Layout.FromString(bytes(payload)))
         self._cut_anew(layout)

@@ -1,0 +1,162 @@
+"""Worker: trains while workers die, stop, leave and join, and notes what it sees as it goes.
+
+storm.py FOLDER TASK     TASK: what this process is to do and to suffer, as JSON of a `Task`
+storm.py FOLDER plain    plain Keras, without the rows that the notes say were lost
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import faults
+import keras
+import lossy
+import tensorflow as tf
+import training
+from jobs import poll
+
+import tfps
+from tfps.input.lockstep import Lockstep
+from tfps.types import Argument, Json
+from tfps.worker.bucket import Push, PushedBucket
+from tfps.worker.worker import Worker
+
+STEPS = 6  # of an epoch
+EVERYBODY = {0, 1, 2}
+
+
+class Task(NamedTuple):
+    """What a process is to do, and what happens to it."""
+
+    kind: str
+    number: int  # of the processes that have had its rank
+    not_before: int  # the epoch in which it may ask to join
+    faults: list[tuple[int, faults.Point, int]]  # see faults.fail_at
+    due: dict[str, list[int]]  # the ranks that may join at the end of an epoch, for which the others wait
+
+
+class Story(keras.callbacks.Callback):
+    """Tells where the training is, and waits at the ends of epochs for those that are to join."""
+
+    def __init__(self, folder: Path, strategy: tfps.Strategy, due: dict[str, list[int]]) -> None:
+        super().__init__()
+        self._folder, self._strategy, self._due = folder, strategy, due
+
+    def on_epoch_begin(self, epoch: int, logs: Argument = None) -> None:
+        (self._folder / f"epoch{epoch}").touch()
+
+    def on_epoch_end(self, epoch: int, logs: Argument = None) -> None:
+        due = set(self._due.get(str(epoch), ()))
+        if due and self._strategy.rank == 0:
+            poll(lambda: due.issubset(self._strategy._runtime.exchange.joining.candidates(1)))
+
+
+def note(folder: Path, rank: int, number: int) -> None:
+    """From now on writes down who divides each batch, and whose pushes are in each slice of a gradient."""
+    notes = (folder / f"rank{rank}-{number}.jsonl").open("a", buffering=1)  # a line is safe once it is written
+    verdict, take = Lockstep._verdict, PushedBucket.take
+
+    def noted_verdict(self: Lockstep, progress: Argument, position: int, codes: Argument, ranks: Argument) -> Argument:
+        found = verdict(self, progress, position, codes, ranks)
+        candidate = self.runtime.exchange.joining.candidate
+        if found.all_have and not candidate:  # what a candidate tries out is its own business
+            notes.write(json.dumps(["batch", progress.place, position, list(ranks)]) + "\n")
+        return found
+
+    def noted_take(self: PushedBucket, pserver: int, push: Push, header: Argument, *rest: Argument) -> Argument:
+        found, ranks = take(self, pserver, push, header, *rest), rest[-1]
+        if faults.is_gradient(self):
+            where = self.cutting.slices[header.index]
+            slice_ = [self.spec.name, list(self.spec.names), where.offset, where.nbytes]
+            notes.write(json.dumps(["slice", push.step, *slice_, sorted(ranks)]) + "\n")
+        return found
+
+    Lockstep._verdict = noted_verdict  # type: ignore[method-assign]
+    PushedBucket.take = noted_take  # type: ignore[method-assign,assignment]
+
+
+def train(folder: Path, task: Task) -> None:
+    rank, epochs = int(os.environ["TFPS_RANK"]), int(os.environ["EPOCHS"])
+    note(folder, rank, task.number)
+    callbacks = [faults.fail_at(*fault) for fault in task.faults]
+    if task.not_before:
+        poll((folder / f"epoch{task.not_before}").exists)
+    strategy = tfps.Strategy()
+    with strategy.scope():
+        model = lossy.build()
+        model.compile(lossy.OPTIMIZERS["adam" if "adam" in task.kind else "sgd"](), lossy.LOSS, metrics=["accuracy"])
+    x, y = training.digits(lossy.SAMPLES)
+    more: dict[str, Argument] = {"epochs": epochs, "verbose": 0}
+    more["callbacks"] = [Story(folder, strategy, task.due), *callbacks]
+    if "validation" in task.kind:
+        more |= {"validation_data": training.digits(60), "validation_batch_size": 13}
+    if "arrays" in task.kind:
+        history = model.fit(x, y, batch_size=lossy.BATCH, shuffle=False, **more).history
+    else:
+        history = model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(lossy.BATCH), **more).history
+    worker = cast(Worker, strategy._runtime.exchange)
+    found = {"weights": model.get_weights(), "ranks": worker.view.ranks, "history": history}
+    strategy.close()
+    (folder / f"rank{rank}-{task.number}.pickle").write_bytes(pickle.dumps(found))
+
+
+def noted(folder: Path) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, str, int, int], list[int]], Json]:
+    """What the processes have seen, which must be the same for all.
+
+    By batch (iterator, position): who divides it. By slice (step, bucket, offset, bytes): whose pushes are in it. By
+    bucket: the names of its variables.
+    """
+    batches: dict[tuple[int, int], list[int]] = {}
+    slices: dict[tuple[int, str, int, int], list[int]] = {}
+    names: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            what, *said = json.loads(line)
+            if what == "batch":
+                place, position, ranks = said
+                before = batches.setdefault((place, position), ranks)
+            else:
+                step, bucket, names[bucket], offset, nbytes, ranks = said
+                before = slices.setdefault((step, bucket, offset, nbytes), ranks)
+            assert before == ranks, f"{path.name} has {ranks} for {said}, an earlier one has {before}"
+    return batches, slices, names
+
+
+def plain(folder: Path) -> None:
+    batches, slices, names = noted(folder)
+    kind = (folder / "kind").read_text()
+    x, y = training.digits(lossy.SAMPLES)
+    steps = [batch for _ in range(lossy.EPOCHS) for batch in lossy.batches(x, y)]
+    of_bucket: dict[tuple[int, str], list[tuple[int, int, list[int]]]] = defaultdict(list)
+    for (step, bucket, offset, nbytes), ranks in slices.items():
+        of_bucket[step, bucket].append((offset, nbytes, ranks))
+    for step in range(len(steps)):
+        for bucket in names:  # each byte once: no slice is missing, none comes twice
+            ends = [0]
+            for offset, nbytes, _ in sorted(of_bucket[step, bucket]):
+                assert offset == ends[-1], (step, bucket, of_bucket[step, bucket])
+                ends.append(offset + nbytes)
+            assert ends[-1] == max(o + n for s, b, o, n in slices if b == bucket)
+
+    def lacking(number: int, each: int, bucket: str) -> Iterator[tuple[int, int]]:
+        return ((offset, nbytes) for offset, nbytes, ranks in of_bucket[number, bucket] if each not in ranks)
+
+    divided = [ranks for _, ranks in sorted(batches.items())]
+    weights = lossy.without("adam" if "adam" in kind else "sgd", steps, divided, names, lacking)
+    (folder / "plain.pickle").write_bytes(pickle.dumps(weights))
+    lost = {(step, rank) for (step, *_), ranks in slices.items() for rank in divided[step] if rank not in ranks}
+    (folder / "summary.json").write_text(json.dumps({"divided": divided, "lost": sorted(lost)}))
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "plain":
+        plain(Path(sys.argv[1]))
+    else:
+        train(Path(sys.argv[1]), Task(*json.loads(sys.argv[2])))

@@ -1,0 +1,319 @@
+"""Workers die, stop, leave and join again at random, and what is trained is what plain Keras trains without their rows.
+
+A seed is one plan: what happens is tied to steps, not to times. A failure prints its seed and its plan;
+`CHAOS_SEED=7 pytest tests/chaos` runs it again. The test marked "long" goes on for CHAOS_MINUTES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jobs
+import numpy as np
+import processes
+import pytest
+from preloaded import Process
+
+from tfps.config import Security
+from tfps.protos import tfps_pb2 as pb
+from tfps.types import Json
+from tfps.wire.control import Pserver
+
+HERE = Path(__file__).resolve().parent
+EPOCHS, STEPS, WORKERS = 5, 6, 3
+MINUTES = float(os.environ.get("CHAOS_MINUTES", "30"))
+SEED = os.environ.get("CHAOS_SEED")
+RUN_S = 200.0  # for one plan
+PAUSE_S = 1.5  # which is no loss: that takes 5 s of silence
+POINTS = ("before a push", "between slices", "after the last push")
+KINDS = ("dataset", "arrays adam", "dataset validation adam", "arrays")
+TRANSPORTS: tuple[dict[str, str], ...] = (
+    {},
+    {"TFPS_SHARED_MEMORY": "0"},
+    {"TFPS_SHARED_MEMORY": "0", "TFPS_TRANSPORT": "grpc"},
+)
+
+
+@dataclass
+class Life:
+    """One process of a rank: see storm.Task. It ends well if nothing ends it."""
+
+    not_before: int = 0
+    faults: list[tuple[int, str, int]] = field(default_factory=list)
+    wakes: str = ""  # one that was stopped and lost: "before" or "after" another has its rank
+
+    @property
+    def end(self) -> int:
+        """The exit code."""
+        numbers = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: -signal.SIGTERM, signal.SIGSTOP: 1}
+        return numbers[signal.Signals(self.faults[-1][2])] if self.is_ended else 0
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether something ends it. One that is stopped goes on after a pause, unless it is to be lost."""
+        return bool(self.faults) and (self.faults[-1][2] != signal.SIGSTOP or bool(self.wakes))
+
+
+@dataclass
+class Plan:
+    """What happens in one run."""
+
+    seed: int
+    kind: str
+    environment: dict[str, str]
+    lives: list[list[Life]] = field(default_factory=lambda: [[Life()] for _ in range(WORKERS)])  # by rank
+    due: dict[int, list[int]] = field(default_factory=dict)  # by epoch: who joins at its end
+    at_the_end: list[int] = field(default_factory=lambda: list(range(WORKERS)))  # who takes part
+
+    @classmethod
+    def drawn(cls, seed: int, epochs: int = EPOCHS) -> Plan:
+        draw = random.Random(seed)
+        plan = cls(seed, draw.choice(KINDS), draw.choice(TRANSPORTS))
+        present, away = set(range(WORKERS)), dict[int, int]()  # rank -> the epoch at whose beginning it comes back
+        for epoch in range(epochs):
+            joining = {rank for rank, back in away.items() if back == epoch}
+            if joining:
+                plan.due[epoch - 1] = sorted(joining)
+            away = {rank: back for rank, back in away.items() if back != epoch}
+            everybody = sorted(present | joining)
+            spared = draw.choice(sorted(present))  # has the state of the training, and hands it over
+            doomed = [rank for rank in everybody if rank != spared and draw.random() < 0.55]
+            for rank in everybody:
+                if rank not in doomed and draw.random() < 0.2:
+                    plan._pause(draw, rank, epoch)
+            for rank in doomed:
+                plan._end(draw, rank, epoch, joining)
+                back = epoch + draw.choice((1, 1, 1, 2))
+                if back < epochs:
+                    away[rank] = back
+                    if draw.random() < 0.15:
+                        plan.lives[rank].append(Life(back - 1, [(0, "while it asks to join", signal.SIGKILL)]))
+                    plan.lives[rank].append(Life(back - 1))
+            present = set(everybody).difference(doomed)
+        plan.at_the_end = sorted(present)
+        return plan
+
+    def _pause(self, draw: random.Random, rank: int, epoch: int) -> None:
+        point = draw.choice(("before a push", "in an update"))
+        self.lives[rank][-1].faults.append((epoch * STEPS + draw.randrange(STEPS), point, signal.SIGSTOP))
+
+    def _end(self, draw: random.Random, rank: int, epoch: int, joining: set[int]) -> None:
+        life, how = self.lives[rank][-1], signal.SIGKILL
+        step = epoch * STEPS + draw.randrange(STEPS - 2 * (epoch == EPOCHS - 1))  # while the others still train
+        point: str = draw.choice(POINTS)
+        if rank in joining and draw.random() < 0.3:
+            step, point = draw.randrange(2), "in a hand-over"
+        elif joining and rank not in joining and draw.random() < 0.3:
+            step, point = self._admissions(rank, epoch) + draw.randrange(2), "in an admission"
+        elif (kind := draw.random()) < 0.25:
+            how, life.wakes = signal.SIGSTOP, draw.choice(("before", "after"))
+        elif kind < 0.45:
+            how, point = signal.SIGTERM, "before a push"
+            step = epoch * STEPS + draw.randrange(STEPS - 2)  # it takes the batch that is announced, too
+        life.faults.append((step, point, how))
+
+    def _admissions(self, rank: int, epoch: int) -> int:
+        """How many calls of Admit, one for each pserver, the process that has this rank has made before this epoch."""
+        begun = self.lives[rank][-1].not_before  # it joined at the end of that epoch
+        joined = begun + 1 if len(self.lives[rank]) > 1 else 0
+        return 2 * sum(joined <= end < epoch - 1 for end in self.due)
+
+    def __str__(self) -> str:
+        said = [f"seed {self.seed}: {self.kind} {self.environment}"]
+        for rank, lives in enumerate(self.lives):
+            said += [f"  rank {rank}, process {number}: {life}" for number, life in enumerate(lives)]
+        return "\n".join([*said, f"  due at the ends of epochs: {self.due}; at the end {self.at_the_end}"])
+
+
+@dataclass
+class Child:
+    """A process of a plan."""
+
+    rank: int
+    number: int  # of the processes that have had this rank
+    life: Life
+    process: Process
+    pauses: int  # that are to come
+    stopped_s: float | None = None  # since when
+    lost: bool = False  # stopped, and the others went on
+    code: int | None = None
+    output: str = ""
+
+    def look(self, tick_s: float) -> bool:
+        """Looks for `tick_s` whether it ends; returns whether it is stopped."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.output, _ = self.process.communicate(tick_s)
+            self.code = self.process.returncode
+            return False
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+    def wake(self) -> None:
+        self.stopped_s = None
+        self.process.send_signal(signal.SIGCONT)
+
+
+class Run:
+    """The processes of one plan."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        (folder / "kind").write_text(plan.kind)
+        self.children: dict[tuple[int, int], Child] = {}
+        self._pservers: list[Pserver] = []
+
+    @contextlib.contextmanager
+    def pservers(self) -> Iterator[None]:
+        """Two of them, for the block, which no worker survives."""
+        with contextlib.ExitStack() as stack:
+            serve = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}", "--quiet")
+            for each in [stack.enter_context(jobs.python(*serve)) for _ in range(2)]:
+                assert each.stdout is not None
+                pserver = Pserver(each.stdout.readline().split()[3], Security())
+                stack.callback(pserver.close)
+                self._pservers.append(pserver)
+            try:
+                yield
+            finally:
+                for child in self.children.values():
+                    child.process.kill()
+                    child.process.communicate()
+
+    def _script(self, *arguments: str, rank: int = 0) -> Process:
+        more = {
+            "TFPS_MIN_WORKERS": "1",
+            "TFPS_SLICE_BYTES": "2048",
+            "EPOCHS": str(EPOCHS),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "elastic"), processes.PYTHONPATH]),
+            **self.plan.environment,
+        }
+        addresses = [pserver.address for pserver in self._pservers]
+        environment = processes.worker_environment(addresses, rank, WORKERS, **more)
+        return processes.start("../chaos/storm.py", str(self.folder), *arguments, environment=environment)
+
+    def _start(self, rank: int, number: int) -> None:
+        life = self.plan.lives[rank][number]
+        task = [self.plan.kind, number, life.not_before, life.faults, self.plan.due]
+        stops = sum(how == signal.SIGSTOP for _, _, how in life.faults)
+        process = self._script(json.dumps(task), rank=rank)
+        self.children[rank, number] = Child(rank, number, life, process, stops - bool(life.wakes))
+
+    def __call__(self) -> None:
+        """Runs all processes to their ends: each begins when the one before it is lost."""
+        for rank in range(WORKERS):
+            self._start(rank, 0)
+        deadline_s = time.monotonic() + RUN_S
+        while [child for child in self.children.values() if child.code is None]:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"it has not ended\n{self}")
+            for child in list(self.children.values()):
+                if child.code is None:
+                    self._look(child)
+
+    def _look(self, child: Child) -> None:
+        successor = (child.rank, child.number + 1)
+        if child.look(0.02):
+            child.stopped_s = child.stopped_s or time.monotonic()
+            if child.pauses:
+                if time.monotonic() - child.stopped_s > PAUSE_S:
+                    child.pauses -= 1
+                    child.wake()
+                return
+            child.lost = child.lost or not self._takes_part(child.rank)
+            after = self.children.get(successor)
+            has_other = after is not None and (after.code is not None or self._takes_part(child.rank))
+            is_last = child.number + 1 == len(self.plan.lives[child.rank])
+            if child.lost and (child.life.wakes == "before" or is_last or has_other):
+                child.wake()
+        is_next = child.lost and child.life.wakes == "after"
+        if (
+            (child.code is not None or is_next)
+            and successor not in self.children
+            and successor[1] < len(self.plan.lives[child.rank])
+        ):
+            self._start(*successor)
+
+    def _takes_part(self, rank: int) -> bool:
+        return all(rank in each.call("Status", pb.StatusRequest(details=True), 10.0).present for each in self._pservers)
+
+    def check(self) -> dict[str, Json]:
+        """All has gone as planned, and nothing of the result shows it; returns what happened."""
+        for child in self.children.values():
+            assert child.code == child.life.end, f"rank {child.rank}, process {child.number} ended with {child.code}"
+            if child.code == 1:
+                assert "the other workers went on without this one" in child.output
+        found = {
+            rank: pickle.loads((self.folder / f"rank{rank}-{number}.pickle").read_bytes())
+            for (rank, number), child in self.children.items()
+            if child.code == 0
+        }
+        assert sorted(found) == self.plan.at_the_end
+        first = next(iter(found.values()))
+        for each in found.values():
+            assert list(each["ranks"]) == self.plan.at_the_end
+            assert [w.tobytes() for w in each["weights"]] == [w.tobytes() for w in first["weights"]]
+        process = self._script("plain")
+        output, _ = process.communicate(RUN_S)
+        assert process.returncode == 0, output
+        for mine, its in zip(first["weights"], pickle.loads((self.folder / "plain.pickle").read_bytes()), strict=True):
+            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5)
+        found_out: dict[str, Json] = json.loads((self.folder / "summary.json").read_text())
+        return found_out
+
+    def __str__(self) -> str:
+        said = [str(self.plan)]
+        for child in self.children.values():
+            said.append(
+                f"--- rank {child.rank}, process {child.number}, ended with {child.code}\n{child.output[-6000:]}"
+            )
+        return "\n".join(said)
+
+
+def run(seed: int) -> dict[str, Json]:
+    """Runs the plan of `seed`; returns what happened."""
+    plan = Plan.drawn(seed)
+    with tempfile.TemporaryDirectory(prefix="tfps-chaos-") as folder:
+        one = Run(plan, Path(folder))
+        with one.pservers():
+            try:
+                one()
+                return one.check()
+            except Exception as error:
+                for child in one.children.values():
+                    if child.code is None:
+                        child.process.kill()
+                        child.output, _ = child.process.communicate()
+                raise AssertionError(f"{error}\n{one}") from error
+
+
+@pytest.mark.parametrize("seed", [int(SEED)] if SEED else [1, 2])
+def test_a_storm_leaves_what_plain_keras_trains_without_the_lost_rows(seed: int) -> None:
+    happened = run(seed)
+    assert happened["lost"], "nobody was lost: the plan is none"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(MINUTES * 60 + 300)
+def test_storms_for_half_an_hour() -> None:
+    end_s, seed = time.monotonic() + MINUTES * 60, int(SEED or time.time())
+    while time.monotonic() < end_s:
+        run(seed)
+        seed += 1
+
+
+if __name__ == "__main__":  # python tests/chaos/test_chaos.py SEED: shows the plan
+    import sys
+
+    print(Plan.drawn(int(sys.argv[1])))
