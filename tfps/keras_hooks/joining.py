@@ -74,6 +74,7 @@ def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
             "a worker can join a job under way where each epoch reads its data anew: leave out steps_per_epoch, and "
             "give fit arrays or a tf.data.Dataset that ends"
         )
+    logger.info("tfps: this worker joins a job under way, and waits for the next epoch of the others")
     with extended.exchange.joining.trying_out():
         model.train_function(iter(distributed_dataset(epochs)))
         runtime.settle(runtime.wait_s)

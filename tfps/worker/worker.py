@@ -203,7 +203,7 @@ class Worker:
             if rank not in view.ranks or rank == self.rank:
                 return
             self._client.membership = dataclasses.replace(self._client.membership, view=view.next(left=[rank]))
-        logger.warning("tfps: %s; %d workers go on", what, len(self.view.ranks))
+        logger.warning("tfps: %s; the job goes on with %d of %d workers", what, len(self.view.ranks), self.view.workers)
 
     # A job under way
 
