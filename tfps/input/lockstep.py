@@ -135,6 +135,8 @@ class Lockstep:
         self.places = 0  # of iterators in lockstep so far
         self._failure = ""
         self._warned = False
+        self._undecided = 0  # announcements whose answers have not come
+        self._decided = threading.Condition(self._lock)  # notified when that or `_owed` may be over
         self._stopped: threading.Event | None = None  # set when the program waits for a batch that is not announced
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
@@ -234,6 +236,23 @@ class Lockstep:
             self._push_owed()
             self.fail(CLOSED)
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until all that is due is announced and answered, also that data has ended; False on timeout."""
+
+        def done() -> bool:
+            return bool(self._failure) or not (self._owed or self._undecided)
+
+        with self._decided:
+            return self._decided.wait_for(done, timeout_s)
+
+    def _decided_of(self, progress: IteratorProgress, position: int, reply: Reply) -> None:
+        try:
+            self._decide(progress, position, reply)
+        finally:
+            with self._decided:
+                self._undecided -= 1
+                self._decided.notify_all()
+
     def _decide(self, progress: IteratorProgress, position: int, reply: Reply) -> None:
         """Handles the ranks' announcements for `position`, each int64 of a code, place, rows, digest."""
         if reply.error is not None:
@@ -293,6 +312,7 @@ class Lockstep:
 
     def _advance(self, progress: IteratorProgress) -> None:
         self._push_owed()
+        self._decided.notify_all()
         while progress.waiting:
             position, together = progress.waiting[0]
             verdict = progress.verdicts.get(position)
@@ -336,7 +356,8 @@ class Lockstep:
             place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)
             own = np.array([code, place, rows, first_batches.NOTHING if position else progress.first], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
-            self.said.push(own, functools.partial(self._decide, progress, position))
+            self._undecided += 1
+            self.said.push(own, functools.partial(self._decided_of, progress, position))
 
     def fail(self, error: TfpsError | str) -> None:
         """Answers requests in lockstep with `error`, or with the one that came first."""
@@ -344,6 +365,7 @@ class Lockstep:
             self._failure = self._failure or (error if isinstance(error, str) else to_text(error))
             for progress in list(self._iterators.values()):
                 self._advance(progress)
+            self._decided.notify_all()
 
 
 class Request(Transfer):

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from tfps.collectives import AllGather, Broadcast
-from tfps.errors import MismatchError, UnsupportedError
+from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError
 from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks import random_numbers
 from tfps.keras_hooks.hooks import for_callbacks, replaces
@@ -68,7 +68,7 @@ def _begin_epoch(
 
 def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
     extended, model = strategy.extended, callbacks.model
-    epochs, runtime = extended.epochs, extended.runtime
+    epochs = extended.epochs
     if epochs is None or epochs.steps_per_epoch is not None or not hasattr(distributed_dataset(epochs), "opened"):
         raise UnsupportedError(
             "a worker can join a job under way where each epoch reads its data anew: leave out steps_per_epoch, and "
@@ -77,7 +77,7 @@ def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
     logger.info("tfps: this worker joins a job under way, and waits for the next epoch of the others")
     with extended.exchange.joining.trying_out():
         model.train_function(iter(distributed_dataset(epochs)))
-        runtime.settle(runtime.wait_s)
+        _settle(strategy)
     source = extended.exchange.joining.take_part(extended.trainings)
     if source is None:
         logger.info("tfps: training %d of the job is over; this worker goes on to the next", extended.trainings)
@@ -99,10 +99,18 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, epoch: int) -> None:
     if not (candidates := sorted({rank for each in said.values() for rank in json.loads(each)})):
         return
     extended.combiner.refresh()
-    runtime.settle(runtime.wait_s)
+    _settle(strategy)
     if (source := joining.admit(candidates)) is not None:
         extended.align(source)
         _hand_over(strategy, callbacks, epoch, joins=False)
+
+
+def _settle(strategy: BaseStrategy) -> None:
+    """Waits until nothing is under way: neither updates nor announcements, as of the end of the last epoch's data."""
+    extended = strategy.extended
+    extended.runtime.settle(extended.runtime.wait_s)
+    if not extended.staging.lockstep.settle(extended.runtime.wait_s):
+        raise WaitTimeoutError("the end of an epoch's data was not announced in time for a worker to join")
 
 
 def _hand_over(strategy: BaseStrategy, callbacks: Callback, epoch: int, *, joins: bool) -> None:
