@@ -17,7 +17,9 @@ HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 240.0
 
 
-@pytest.mark.parametrize("kind", ["arrays joined", "dataset joined validation adam", "arrays joined shuffled"])
+@pytest.mark.parametrize(
+    "kind", ["arrays joined", "dataset joined validation adam", "arrays joined shuffled", "arrays joined backup"]
+)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, kind: str, lost: int) -> None:
     addresses = cluster.pservers(2, 3)
