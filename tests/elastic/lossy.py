@@ -64,6 +64,8 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
         more["callbacks"].append(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0))
         stopping = keras.callbacks.EarlyStopping("accuracy", patience=100, mode="min", restore_best_weights=True)
         more["callbacks"].append(stopping)
+    if "backup" in kind:
+        more["callbacks"].append(keras.callbacks.BackupAndRestore(folder / "backup", save_freq=2))
     if "validation" in kind:
         more["validation_data"] = training.digits(60)
         more["validation_batch_size"] = 13

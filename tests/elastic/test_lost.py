@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,3 +140,25 @@ def test_a_worker_is_lost(cluster: Cluster, tmp_path: Path, case: str) -> None:
         assert job.codes[1] == 1
         assert "the other workers went on without this one: rank 1" in job.outputs[1]
         assert "has been silent for" in job.outputs[0]
+
+
+PROCESS_1 = """
+import os, signal, time, types
+from tfps.strategy.preemption import leave_on_sigterm
+exchange = types.SimpleNamespace(close=lambda reason: print(f"left: {reason}"))
+leave_on_sigterm(types.SimpleNamespace(settle=lambda s: None, exchange=exchange, before_close=[]), None)
+print(os.getpid())
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
+
+
+def test_a_worker_that_is_process_1_of_a_container_ends_after_sigterm() -> None:
+    if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs a PID namespace, as root has")
+    environment = {**os.environ, "PYTHONPATH": processes.PYTHONPATH}
+    command = [*UNSHARE, sys.executable, "-c", PROCESS_1]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout.split("\n") == ["1", "left: SIGTERM", ""]
+    assert done.returncode == 128 + signal.SIGTERM

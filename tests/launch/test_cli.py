@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import jobs
@@ -15,7 +17,8 @@ import pytest
 from launching import ROOT, WriteScript, environment, launch
 
 from tfps.errors import ConfigError
-from tfps.launch.cli import Plan, check_script, exit_code, parse
+from tfps.launch.cli import Plan, check_script, engine_of, exit_code, parse
+from tfps.launch.job import Host
 
 pytestmark = launching.NEEDS_POSIX
 
@@ -225,6 +228,19 @@ def test_numbers_that_do_not_fit_are_refused(arguments: tuple[str, ...], capsys:
     with pytest.raises(SystemExit):
         parse(["--workers", "2", *arguments, "script.py"])
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_an_allocation_says_how_many_workers_there_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = parse(["--slurm", "--min-workers", "2", "script.py"])
+    assert plan.elastic_variables == {"TFPS_MIN_WORKERS": "2"}
+    token = tmp_path / "job.token"
+    token.write_text("t" * 32)
+    for workers, fits in ((1, False), (2, True)):
+        monkeypatch.setattr("tfps.launch.engine.allocated", lambda _, count=workers: (Host("node0", count),))
+        with nullcontext() if fits else pytest.raises(ConfigError, match=r"from 1 to 1 \(tasks of the allocation\)"):
+            engine_of(replace(plan, token_file=str(token)), {})
+    with pytest.raises(SystemExit):
+        parse(["--slurm", "--min-workers", "0", "script.py"])
 
 
 def test_parse_splits_own_options_from_those_of_the_script() -> None:

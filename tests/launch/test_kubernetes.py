@@ -21,6 +21,7 @@ from kubelet import Manifest, Pod
 from tfps.config import Config, Launch, Security
 from tfps.launch import cli, kubernetes
 from tfps.launch.cli import parse
+from tfps.strategy.preemption import BETWEEN_STEPS_S, SETTLE_S
 from tfps.types import Json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -187,6 +188,26 @@ def test_a_restart_of_all_workers_counts_as_one_failure_of_each_and_not_as_many_
     assert (spec["completionMode"], spec["template"]["spec"]["restartPolicy"]) == ("Indexed", "Never")
 
 
+@pytest.mark.parametrize("form", ["job", "tfjob"])
+def test_workers_that_others_can_do_without_come_back_and_may_be_evicted(form: str) -> None:
+    options = ("--image", "i", "--workers", "5", "--pservers", "2", "--min-workers", "2", "--restarts", "4", "train.py")
+    found = documents("--as", form, *options)
+    for manifest in found:
+        check(manifest)
+    workers, pservers = pods("worker", "--as", form, *options), pods("pserver", "--as", form, *options)
+    assert [Config.from_environment(worker.env).min_workers for worker in workers] == [2] * 5
+    assert all("TFPS_MIN_WORKERS" not in pserver.env for pserver in pservers)
+    # preemption.py waits for a step and for what it has sent, then the process ends; Kubernetes' own 30 s are too few.
+    assert all(worker.spec["terminationGracePeriodSeconds"] > BETWEEN_STEPS_S + SETTLE_S for worker in workers)
+    assert all("terminationGracePeriodSeconds" not in pserver.spec for pserver in pservers)
+    budgets = [each["spec"]["minAvailable"] for each in found if each["kind"] == "PodDisruptionBudget"]
+    assert sorted(budgets) == [2, 2]
+    if form == "job":
+        spec = by_kind(found, "Job")["spec"]
+        assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (4, 3)
+        assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["Ignore"]
+
+
 @pytest.mark.parametrize("form", ["job", "jobset", "runtime"])
 def test_a_preempted_pod_does_not_count(form: str) -> None:
     found = documents("--as", form, *DEFAULT)
@@ -337,6 +358,11 @@ def test_the_names_that_a_certificate_needs_are_those_that_workers_call(form: st
         (["--print", "--image", "i", "--name", "My_Job", "x.py"], "--name must be up to 40 lowercase letters"),
         (["--print", "--image", "i", "1.py"], "--name must be up to 40 lowercase letters"),
         (["--print", "--image", "i", "--workers", "0", "x.py"], "--workers must be at least 1, got 0"),
+        (["--print", "--min-workers", "0", *DEFAULT], "--min-workers must be from 1 to 2 (--workers), got 0"),
+        (["--print", "--min-workers", "3", *DEFAULT], "--min-workers must be from 1 to 2 (--workers), got 3"),
+        (["--print", "--as", "jobset", "--min-workers", "1", *DEFAULT], "must come with --as job or tfjob, got --as"),
+        (["--print", "--as", "runtime", "--min-workers", "1", *DEFAULT], "must come with --as job or tfjob, got --as"),
+        (["--print", "--env", "TFPS_MIN_WORKERS=1", *DEFAULT], "got TFPS_MIN_WORKERS; use --min-workers"),
         (["--print", "--image", "i", "--worker-resources", "memory=8GB", "x.py"], "memory must be a quantity such as"),
         (["--print", "--image", "i", "--worker-resources", "8Gi", "x.py"], "must be NAME=VALUE, got '8Gi'"),
         (["--print", "--image", "i", "--volume", "data=data", "x.py"], "--volume must be CLAIM=PATH with an absolute"),

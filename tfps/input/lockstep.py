@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.collectives import AllGather
-from tfps.errors import ClosedError, MismatchError, TfpsError, WaitTimeoutError, to_text
+from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
 from tfps.exchange.interface import Reply
 from tfps.graph import ops as graph_ops
 from tfps.graph.rows import UNKNOWN
@@ -138,6 +137,7 @@ class Lockstep:
         self._pause: tuple[IteratorProgress, int] | None = None  # the last batch that it takes before it does
         self._failure = ""
         self._warned = False
+        self._announced = threading.Condition(self._lock)  # notified when `_owed` may be empty
         self._stopped: threading.Event | None = None  # set when the program waits for a batch that is not announced
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
@@ -236,19 +236,6 @@ class Lockstep:
                 return None
             return self._pause[1] + 1
 
-    def forget(self, timeout_s: float) -> None:
-        """At the end of an iterator: no announcement of it follows; all ranks call it. WaitTimeoutError: one may."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            with self._lock:
-                if self._pause is not None:  # on all ranks, so all forget the same
-                    self._owed.clear()
-                if not self._owed:
-                    return
-            if time.monotonic() > deadline_s:
-                raise WaitTimeoutError(f"the data of the last epoch has not ended within {timeout_s:.3g} s")
-            threading.Event().wait(0.001)
-
     def resume(self) -> None:
         """Announces batches again."""
         with self._lock:
@@ -271,6 +258,13 @@ class Lockstep:
                 progress.gone = True
             self._push_owed()
             self.fail(CLOSED)
+
+    def settle(self, timeout_s: float) -> bool:
+        """At the end of an iterator: waits until all that is due is announced; False on timeout. All ranks call it."""
+        with self._announced:
+            if self._pause is not None:  # on all ranks, so that none of them announces it
+                self._owed.clear()
+            return self._announced.wait_for(lambda: bool(self._failure) or not self._owed, timeout_s)
 
     def _decide(self, progress: IteratorProgress, position: int, reply: Reply) -> None:
         """Handles the ranks' announcements for `position`: code, place, rows, digest, whether others want to join."""
@@ -333,6 +327,7 @@ class Lockstep:
 
     def _advance(self, progress: IteratorProgress) -> None:
         self._push_owed()
+        self._announced.notify_all()
         while progress.waiting:
             position, together = progress.waiting[0]
             verdict = progress.verdicts.get(position)
@@ -386,6 +381,7 @@ class Lockstep:
             self._failure = self._failure or (error if isinstance(error, str) else to_text(error))
             for progress in list(self._iterators.values()):
                 self._advance(progress)
+            self._announced.notify_all()
 
 
 class Request(Transfer):

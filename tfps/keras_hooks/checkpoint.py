@@ -185,16 +185,20 @@ def _read(callback: Callback, state: ExtraState) -> dict[str, Array] | None:
 def _restore_backup(
     original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
-    """Rank 0 restores and passes on: weights, then the residuals of compression, then what the policy adds."""
+    """Rank 0 restores and passes on: weights, then the residuals of compression, then what the policy adds.
+
+    A worker that joins a job under way restores nothing: it gets what the others have now.
+    """
     model, restored = callback.model, False
-    if strategy.rank == 0:
+    restores = strategy.rank == 0 and not strategy.extended.exchange.joining.candidate
+    if restores:
         restored = tf.io.gfile.exists(str(callback._weights_path))  # Keras looks for it, too
         original(callback, *args, **options)
     if strategy.num_workers > 1:
         _take_from_first_rank(strategy, model, restored)
     for state in _states_of(strategy, model):
         state.collect()  # on all ranks; only the first knows whether there is a backup
-        found = _read(callback, state) if strategy.rank == 0 else None
+        found = _read(callback, state) if restores else None
         if found is not None:
             state.restore(found)
         state.share(found is not None)

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.collectives import AllGather, Broadcast
-from tfps.errors import MismatchError, UnsupportedError
+from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError
 from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks import random_numbers
 from tfps.keras_hooks.hooks import for_callbacks, replaces
@@ -97,6 +97,7 @@ def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
             "a worker can join a job under way where it can make the batches of the others: give fit arrays or a "
             "tf.data.Dataset, no generator or PyDataset"
         )
+    logger.info("tfps: this worker joins a job under way, and waits until the others let it take part")
     with extended.exchange.joining.trying_out():
         one_step = strategy.experimental_distribute_dataset(_one_batch(distributed_dataset(epochs)))
         model.train_function(iter(one_step))
@@ -134,8 +135,8 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
     said = AllGather(runtime, "candidates")(json.dumps(own).encode())
     if candidates := sorted({rank for each in said.values() for rank in json.loads(each)}):
         extended.combiner.refresh()
-        if not batch and extended.epochs.steps_per_epoch is None:
-            lockstep.forget(runtime.wait_s)
+        if not batch and extended.epochs.steps_per_epoch is None and not lockstep.settle(runtime.wait_s):
+            raise WaitTimeoutError("the end of an epoch's data was not announced in time for a worker to join")
         runtime.settle(runtime.wait_s)
         if (others := joining.admit(candidates)) is not None:
             with extended.aligned(others):

@@ -60,8 +60,7 @@ class Plan:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} must be at least 1, got {getattr(self, name)}")
         pservers = len(self.hosts) * self.pservers_per_host or self.pservers
-        if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
-            raise ConfigError(f"--min-workers must be from 1 to {self.workers} (--workers), got {self.min_workers}")
+        self.check_fewest(max(self.workers, self.min_workers or 1) if self.slurm else self.workers)
         if self.restart < 0 or (self.restart and self.min_workers is None):
             raise ConfigError(
                 f"--restart must be a number from 0 and needs --min-workers, got {self.restart} with --min-workers "
@@ -86,6 +85,12 @@ class Plan:
         for text in self.variables:
             if not re.fullmatch(r"[A-Za-z_]\w*(=.*)?", text, re.DOTALL):
                 raise ConfigError(f"--env must be NAME or NAME=VALUE, got {text!r}")
+
+    def check_fewest(self, workers: int) -> None:
+        """Raises ConfigError if so many workers cannot be as few as `min_workers`."""
+        if self.min_workers is not None and not 1 <= self.min_workers <= workers:
+            where = "tasks of the allocation" if self.slurm else "--workers"
+            raise ConfigError(f"--min-workers must be from 1 to {workers} ({where}), got {self.min_workers}")
 
     def chosen(self, environment: Mapping[str, str]) -> dict[str, str]:
         """`variables` and their values, by default those in `environment`."""
@@ -238,6 +243,7 @@ def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
             directory = str(shown)  # as the user's shell calls it: an automounter's real name may differ between hosts
     options = Placement.of(hosts, plan.pservers_per_host), environment, directory, token, plan.grace_s
     if plan.slurm:
+        plan.check_fewest(len(options[0].workers))
         return Slurm(*options, chosen=chosen)
     return Ssh(*options, tuple(shlex.split(plan.ssh)), chosen=chosen)
 

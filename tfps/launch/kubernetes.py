@@ -32,6 +32,8 @@ _JOB_SET_NAME = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
 # What its training operator looks for. It puts the port into the addresses of TF_CONFIG.
 _TF_CONTAINER, _TF_PORT = "tensorflow", ("tfjob-port", 2222)
 _CONNECT_TIMEOUT_S = 600  # pods start at different times: images are pulled, nodes are added
+_LEAVE_S = 45  # what a worker may take to end its step and to leave: tfps/strategy/preemption.py waits up to 30 s
+_ELASTIC = ("job", "tfjob")  # forms whose controller starts one worker anew and leaves the others alone
 _MAX_NAME = 40  # with what controllers append, names of pods stay below the 63 characters of a DNS label
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
@@ -41,6 +43,7 @@ _INSTEAD_OF = {
     "TFPS_WORKERS": "use --workers",
     "TFPS_PSERVERS": "use --pservers, whose addresses it gets",
     "TFPS_JOB": "use --name",
+    "TFPS_MIN_WORKERS": "use --min-workers",
     "TFPS_TOKEN_FILE": "use --token-secret",
     "TFPS_TLS_*": "use --tls-secret",
 }
@@ -57,6 +60,7 @@ class KubernetesJob:
     command: tuple[str, ...]  # what a worker executes
     workers: int = 1
     pservers: int = 1
+    min_workers: int | None = None  # with which the others go on without those that are lost; None: all are needed
     pserver_image: str = ""
     namespace: str = ""
     worker_resources: Mapping[str, str] = field(default_factory=lambda: {"cpu": "2", "memory": "4Gi"})
@@ -84,6 +88,14 @@ class KubernetesJob:
         for name, least in (("workers", 1), ("pservers", 1), ("gpus", 0), ("restarts", 0), ("user", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        if self.min_workers is not None:
+            if not 1 <= self.min_workers <= self.workers:
+                raise ConfigError(f"--min-workers must be from 1 to {self.workers} (--workers), got {self.min_workers}")
+            if self.form not in _ELASTIC:
+                raise ConfigError(
+                    f"--min-workers must come with --as {' or '.join(_ELASTIC)}, got --as {self.form}: when a worker "
+                    "fails, a JobSet starts all its pods anew"
+                )
         for role in ("worker", "pserver"):
             for name, quantity in getattr(self, f"{role}_resources").items():
                 if not _QUANTITY.fullmatch(quantity):
@@ -150,6 +162,8 @@ def parse(argv: Sequence[str]) -> KubernetesJob:
     add("--namespace", default="", metavar="NAME", help="(default: that of kubectl's context)")
     add("--workers", type=int, default=1, metavar="N", help="pods that run the script (default 1)")
     add("--pservers", type=int, default=1, metavar="N", help="pserver pods (default 1)")
+    text = "go on when workers are lost, with no fewer than N; lost ones come back (default: if one fails, all do)"
+    add("--min-workers", type=int, metavar="N", help=text)
     text = "such as cpu=4,memory=8Gi; all but cpu and ephemeral-storage is also its limit"
     for role in ("worker", "pserver"):
         add(f"--{role}-resources", type=_pairs, metavar="NAME=QUANTITY,...", help=f"of each {role}, {text}")
@@ -228,6 +242,9 @@ def as_yaml(job: KubernetesJob, argv: Sequence[str]) -> str:
         "namespace": _text(job.namespace) if job.namespace else "",
         "workers": job.workers,
         "pservers": job.pservers,
+        "needed": job.workers if job.min_workers is None else job.min_workers,
+        "elastic": job.min_workers is not None,
+        "whole": job.min_workers is None,
         **{f"{role}_labels": _labels(job, role) for role in ("pserver", "worker", "token", "runtime")},
         "labels": _labels(job, "job"),
     }
@@ -298,6 +315,9 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         ports["metrics"] = job.metrics_port
         arguments += ["--metrics-host", "0.0.0.0"]
     settings = {"TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S), "PYTHONUNBUFFERED": "1"}
+    elastic = job.min_workers is not None
+    if elastic:
+        settings["TFPS_MIN_WORKERS"] = str(job.min_workers)
     # In arguments and values Kubernetes replaces $(NAME), and $$ by $.
     settings |= {name: value.replace("$", "$$") for name, value in job.variables.items()}
     claims = {claim: f"volume-{index}" for index, claim in enumerate(dict(job.volumes))}  # each may have several paths
@@ -312,6 +332,7 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         **common,
         **dict.fromkeys(("worker", "shm", "settings", "volumes", "mounts"), ""),
         pserver=True,
+        grace="",
         labels=_labels(job, "pserver"),
         container=_TF_CONTAINER if of_operator else "pserver",
         image=_text(job.pserver_image or job.image),
@@ -329,6 +350,7 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         **common,
         **dict.fromkeys(("pserver", "args", "ports", "probe"), ""),
         worker=True,
+        grace=_LEAVE_S if elastic else "",
         labels=_labels(job, "worker"),
         container=_TF_CONTAINER if of_operator else role,
         image=_text(job.image),
@@ -341,8 +363,10 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         shm=job.gpus > 1,
         never=not of_operator,
     )
-    # One worker that fails makes all others fail. If these counted together, each would double the wait for a restart.
-    failures = f"backoffLimitPerIndex: {job.restarts}\nmaxFailedIndexes: 0" if of_job else "backoffLimit: 0"
+    # One worker that fails may make all others fail. If these counted together, each would double the wait for a
+    # restart. As many as the others can do without may fail for good.
+    spare = 0 if job.min_workers is None else job.workers - job.min_workers
+    failures = f"backoffLimitPerIndex: {job.restarts}\nmaxFailedIndexes: {spare}" if of_job else "backoffLimit: 0"
     jobs = {
         name: _filled(
             "indexed_job", count=count, pod=pod, failures=failures, disrupted="Ignore" if of_job else "FailJob"

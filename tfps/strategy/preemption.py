@@ -13,14 +13,15 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from tfps.input.lockstep import Lockstep
 from tfps.runtime.runtime import Runtime
 
 logger = logging.getLogger("tfps")
 REASON = "SIGTERM"
-_BETWEEN_STEPS_S = 20.0  # then it leaves anyway: it does not train, and Kubernetes kills after 30 s
-_SETTLE_S = 10.0  # for what its last step has sent
+BETWEEN_STEPS_S = 20.0  # then it leaves anyway: it does not train, and the host goes
+SETTLE_S = 10.0  # for what its last step has sent
 
 
 def leave_on_sigterm(runtime: Runtime, lockstep: Lockstep | None) -> None:
@@ -33,13 +34,15 @@ def leave_on_sigterm(runtime: Runtime, lockstep: Lockstep | None) -> None:
     def leave() -> None:
         logger.warning("tfps: SIGTERM: this worker ends its step and leaves the job; the others go on")
         if lockstep is not None:
-            lockstep.stop_before_next_batch().wait(_BETWEEN_STEPS_S)
-        runtime.settle(_SETTLE_S)
+            lockstep.stop_before_next_batch().wait(BETWEEN_STEPS_S)
+        runtime.settle(SETTLE_S)
         runtime.exchange.close(REASON)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+        os._exit(128 + signal.SIGTERM)  # process 1 of a container: a signal without a handler does not end it
 
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, notice)

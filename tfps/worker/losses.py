@@ -70,7 +70,8 @@ class Losses:
             missing, total = sum(loss.missing_bytes for loss in own if loss.step == step), sum(x.nbytes for x in own)
             counted = 100 * (1 - missing / total) if total else 100
             logger.warning(
-                "tfps: step %d: the rows of rank %d, which was lost, counted for %.0f %% of the gradient",
+                "tfps: step %d is the first that lacks pushes of rank %d; its rows, if it still had any, counted for "
+                "%.0f %% of the gradient",
                 step,
                 rank,
                 counted,

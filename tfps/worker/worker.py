@@ -205,7 +205,7 @@ class Worker:
             self._present[pserver].discard(rank)
             if not self._agree_view():
                 return
-        logger.warning("tfps: %s; %d workers go on", what, len(self.view.ranks))
+        logger.warning("tfps: %s; the job goes on with %d of %d workers", what, len(self.view.ranks), self.view.workers)
 
     def _agree_view(self) -> bool:
         """Takes part with those whom all pservers have; returns whether that is a change. Caller holds the lock."""
