@@ -71,10 +71,13 @@ class RankSets:
 
     def __init__(self, everybody: Collection[int], tell: Callable[[int, tuple[int, ...]], object]) -> None:
         self._tell, self._lock = tell, threading.Lock()  # guards _numbers
+        self._everybody = len(everybody)
         self._numbers = {frozenset(everybody): 1}
 
     def number(self, ranks: Collection[int]) -> int:
-        """The number of the set of `ranks`."""
+        """The number of the set of `ranks`, which are among everybody's."""
+        if len(ranks) == self._everybody:  # as nearly always
+            return 1
         found = frozenset(ranks)
         with self._lock:
             if found not in self._numbers:

@@ -180,7 +180,7 @@ class PushedBucket:
             push.torn |= bool(push.copied) and ranks != push.ranks
             push.copied.add(index)
             push.ranks = ranks
-            for rank in self.everybody.difference(ranks):
+            for rank in self.everybody.difference(ranks) if len(ranks) < len(self.everybody) else ():
                 push.without.setdefault(rank, []).append(index)
             whole = len(push.copied) == len(self.cutting.slices)
             return Reply(sum=push.buffer, ranks=ranks) if whole else None

@@ -133,6 +133,7 @@ class Place:
     own_folders: bool = False
     own_initial_values: bool = False
     own_orders: bool = False  # the program sets no seed for what shuffles
+    goes_on: bool = False  # without a lost worker (Config.min_workers), though none is lost
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ def _place(d: Drawing, workers: tuple[int, ...]) -> Place:
         own_folders=count > 1 and d.rarely("own_folders"),
         own_initial_values=count > 1 and d.rarely("own_initial_values"),
         own_orders=count > 1 and d.rarely("own_orders", 6),
+        goes_on=count > 1 and d.rarely("goes_on", 3),
     )
 
 

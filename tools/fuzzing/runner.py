@@ -58,6 +58,10 @@ def run(
             environment = {"TFPS_RANK": str(rank), "TFPS_WORKERS": str(case.place.workers)} if addresses else {}
             if addresses:
                 environment["TFPS_PSERVERS"] = ",".join(addresses)
+            if case.place.goes_on and not any(
+                getattr(action, "how", "") == "epoch in a function" for action in case.actions
+            ):
+                environment["TFPS_MIN_WORKERS"] = "1"
             tasks[rank + 1] = Task(change(text, rank), "strategy", _made(own), environment)
         outcomes = pool.run(tasks)
         ranks = [outcomes[rank + 1] for rank in range(case.place.workers)]
