@@ -89,6 +89,7 @@ class Job:
         self._declarations: list[Declaration] = []
         self._layouts: list[Layout] = []  # as tuned
         self._admission: Admission | None = None  # under way
+        self._beats = False  # whether it has a heartbeat
         self._training = 0  # that members have said they are in
         self._failure: TfpsError | None = None
         self._some_left = False  # whether any member is gone
@@ -146,7 +147,8 @@ class Job:
             if first:
                 view, index = self._membership.view, applicant.pserver_index
                 self._shard = Shard(config, view, index, self._recorder, self._max_memory, self._tell_set)
-                if config.min_workers is not None:
+                if config.min_workers is not None and not self._beats:
+                    self._beats = True
                     Heartbeat("tfps-heartbeat", self._beat)
                 self._log(f"begins: {member} is the first of {view.workers} workers")
             if member.state is State.JOINED and not member.streams:  # else a repeated call: streams use its queue
@@ -227,6 +229,7 @@ class Job:
         self._shard.bound.quiesce(rank, gone=True)
         if self._goes_on(1):
             self._membership.part(rank)
+            self._announce(Header(Kind.LOST, index=rank, step=1), f"{member} has left".encode())
             self._change_view()
         for bucket, item in self._shard.slices():
             if (late := item.late([rank])) is not None:
@@ -391,6 +394,8 @@ class Job:
 
     def _beat(self, late: bool) -> bool:
         """Sends a heartbeat to every worker, and loses those that are silent, unless this process was `late`."""
+        if self._shard.config.min_workers is None:  # other workers have come, before anybody began
+            return not self.over
         with self._changed:
             queues = {rank: queue for rank, queue in self._queues.items() if rank in self._membership.members}
         silent = []

@@ -199,13 +199,14 @@ class Worker:
         self._losses.log()
         return self._failures.end is None
 
-    def _lost(self, pserver: int, rank: int, what: str) -> None:
+    def _lost(self, pserver: int, rank: int, what: str, level: int) -> None:
         """Goes on without `rank`, which `pserver` has lost; what other pservers say of it later has no effect."""
         with self._view_changed:
             self._present[pserver].discard(rank)
             if not self._agree_view():
                 return
-        logger.warning("tfps: %s; the job goes on with %d of %d workers", what, len(self.view.ranks), self.view.workers)
+        workers = len(self.view.ranks), self.view.workers
+        logger.log(level, "tfps: %s; the job goes on with %d of %d workers", what, *workers)
 
     def _agree_view(self) -> bool:
         """Takes part with those whom all pservers have; returns whether that is a change. Caller holds the lock."""
@@ -466,7 +467,8 @@ class Worker:
                 self.newcomer.tell_admitted(pserver, decode_ranks(payload)[: header.index])
             return
         if header.kind == Kind.LOST:
-            self._lost(pserver, header.index, bytes(payload).decode("utf-8", "replace"))
+            level = logging.DEBUG if header.step else logging.WARNING  # its program has ended as others' soon do
+            self._lost(pserver, header.index, bytes(payload).decode("utf-8", "replace"), level)
             return
         layout = layout_of(pb.Layout.FromString(bytes(payload)))
         self._cut_anew(layout)
