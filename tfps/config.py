@@ -89,7 +89,8 @@ class Config:
             epoch ends. 0: never.
         min_workers: with how many workers training goes on when others are lost (docs/faults.md); None: the loss of a
             worker ends the job.
-        rejoin_timeout_s: seconds that a worker which joins a job under way waits for the others to let it take part.
+        rejoin_timeout_s: seconds that training waits for others to join when fewer than `min_workers` are left, and
+            that one who joins waits until the others let it take part.
         on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
             `"pass"`: it is applied. `"skip"`: no worker applies it, and a log line names the variable and the rank.
             `"raise"`: all workers raise that instead. The last two wait for all gradients of a step before any is sent

@@ -23,6 +23,7 @@ CASES = {
     "rank 0, after an epoch": ("dataset joined validation adam", 0, [0, 5]),
     "after an epoch, shuffled": ("arrays joined shuffled", 0, [0, 5]),
     "with a backup": ("arrays joined backup", 1, [0, 5]),
+    "too few are left": ("arrays few", 1, [9, 9]),
     "within an epoch": ("arrays joined adam", 1, [1, 1]),
     "within the first epoch": ("dataset joined", 0, [0, 3]),
     "within an epoch, shuffled": ("arrays joined shuffled", 1, [1, 2]),
@@ -36,7 +37,7 @@ def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, case: str)
     kind, lost, after = CASES[case]
     addresses = cluster.pservers(2, 3)
     environment = {
-        "TFPS_MIN_WORKERS": "1",
+        "TFPS_MIN_WORKERS": "3" if "few" in kind else "1",
         "TFPS_SLICE_BYTES": "2048",
         "EPOCHS": "4",
         "JOIN_AFTER": json.dumps(after),
@@ -60,6 +61,9 @@ def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, case: str)
     assert found[first]["divided"] == found[other]["divided"]
     assert found[first]["divided"][-1] == (0, 1, 2)
     assert found[lost]["divided"][-6:] == found[first]["divided"][-6:]
+    if "few" in kind:
+        assert "2 workers are left, fewer than min_workers=3: training waits" in text
+        assert {(0, 1, 2)} == set(found[first]["divided"][-21:])
     assert "takes part from now on, with 3 workers" in results[lost][1]
     if "arrays" in kind:
         histories = [json.loads((tmp_path / f"history{rank}.json").read_text()) for rank in range(3)]

@@ -156,12 +156,13 @@ def test_down_to_one(lost: Job) -> None:
 
 
 def test_too_few_end_the_job_by_name(cluster: Cluster) -> None:
-    lost = Job(cluster, config=dataclasses.replace(GOES_ON, min_workers=3))
+    lost = Job(cluster, config=dataclasses.replace(GOES_ON, min_workers=3, rejoin_timeout_s=0.1))
     failed = [Failed(worker) for worker in lost.workers]
     lost.end_connections()
     for each in failed:
         error = each.wait()
         assert isinstance(error, WorkerLostError)
+        assert "2 of 3 workers are left, fewer than min_workers=3, and no other has joined within 0.1 s" in str(error)
         assert "rank 1 (rawhost:" in str(error)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jobs import Cluster, attempt, bucket, declare, poll, push, summed, together
 
+from tfps.config import Config
 from tfps.errors import ConnectError, MismatchError, UnsupportedError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec
 from tfps.worker.worker import Worker
@@ -25,9 +26,9 @@ ONES = np.ones(750, np.float32)
 class Job:
     """Three workers, of whom the last one is lost after two steps."""
 
-    def __init__(self, cluster: Cluster, pservers: int = 2) -> None:
+    def __init__(self, cluster: Cluster, pservers: int = 2, config: Config = GOES_ON) -> None:
         self.cluster, self.addresses = cluster, cluster.pservers(pservers, 3)
-        made = cluster.workers(self.addresses, 3, config=GOES_ON)
+        made = cluster.workers(self.addresses, 3, config=config)
         together(*(functools.partial(worker.declare, [], ["a line for newcomers"]) for worker in made))
         declare(made, GRADIENT, TOTAL)
         declare(made, WORDS)
@@ -124,8 +125,8 @@ def test_a_newcomer_to_a_training_that_is_over_learns_it(under_way: Job) -> None
 
 
 def test_a_newcomer_waits_for_a_while_only(cluster: Cluster) -> None:
-    job = Job(cluster)
     config = dataclasses.replace(GOES_ON, rejoin_timeout_s=0.1)
+    job = Job(cluster, config=config)
     newcomer = cluster.worker(job.addresses, config=config)
     with pytest.raises(WaitTimeoutError, match=r"rank 2: the other workers have not come .* TFPS_REJOIN_TIMEOUT_S"):
         newcomer.take_part(1)

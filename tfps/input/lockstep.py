@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.collectives import AllGather
-from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
+from tfps.errors import ClosedError, MismatchError, TfpsError, WorkerLostError, to_text
 from tfps.exchange.interface import Reply
 from tfps.graph import ops as graph_ops
 from tfps.graph.rows import UNKNOWN
@@ -300,9 +300,18 @@ class Lockstep:
             verdict.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
             verdict.ranks = ranks
             progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
-            if joins.any() and verdict.all_have:
+            few = len(ranks) < self.runtime.exchange.joining.least
+            if (joins.any() or few) and verdict.all_have and self.admits:
                 self._pause = progress, position
             self._advance(progress)
+        if few and not self.admits:
+            least = self.runtime.exchange.joining.least
+            self.runtime.exchange.fail(
+                WorkerLostError(
+                    f"{len(ranks)} workers are left, fewer than min_workers={least}, and others may join in model.fit "
+                    "only, with steps_per_execution=1"
+                )
+            )
 
     def _verdict(self, progress: IteratorProgress, position: int, codes: Array, ranks: Sequence[int]) -> _Verdict:
         failed, ended = ([rank for rank, said in zip(ranks, codes, strict=True) if said == c] for c in (_FAILED, _NONE))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
+import time
 from collections.abc import Sequence
 
 import keras
@@ -18,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.collectives import AllGather, Broadcast
-from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError
+from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
 from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks import random_numbers
 from tfps.keras_hooks.hooks import for_callbacks, replaces
@@ -26,6 +28,7 @@ from tfps.keras_hooks.keras_private import begin_at, distributed_dataset, repeat
 from tfps.types import Array, Batches, Callback, Function, Json, Model, Variable
 
 logger = logging.getLogger("tfps")
+_ASK_S = 0.5  # between two questions who wants to join
 NEVER = 2**31  # an epoch that no training has
 _TEST = "tests/elastic/test_joined.py"
 # What Keras' callbacks have found so far. Arrays may be among them.
@@ -131,9 +134,7 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
     extended = strategy.extended
     runtime, joining, lockstep = extended.runtime, extended.exchange.joining, extended.staging.lockstep
     joining.told = False
-    own = joining.candidates(extended.trainings) if strategy.rank == 0 else []
-    said = AllGather(runtime, "candidates")(json.dumps(own).encode())
-    if candidates := sorted({rank for each in said.values() for rank in json.loads(each)}):
+    if candidates := _candidates(strategy):
         extended.combiner.refresh()
         if not batch and extended.epochs.steps_per_epoch is None and not lockstep.settle(runtime.wait_s):
             raise WaitTimeoutError("the end of an epoch's data was not announced in time for a worker to join")
@@ -142,6 +143,32 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
             with extended.aligned(others):
                 _hand_over(strategy, callbacks, batch, joins=False)
     lockstep.resume()
+
+
+def _candidates(strategy: BaseStrategy) -> list[int]:
+    """Who may take part, as all ranks agree; waits for some if too few workers are left."""
+    runtime, joining = strategy.extended.runtime, strategy.extended.exchange.joining
+    limit_s, said_so = strategy.config.rejoin_timeout_s, False
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        own: Json = [[], False]  # of the first rank: who is there, and whether the time is over
+        if strategy.rank == 0:
+            own = [joining.candidates(strategy.extended.trainings), time.monotonic() > deadline_s]
+        said = AllGather(runtime, "candidates")(json.dumps(own).encode())
+        heard = list(map(json.loads, said.values()))
+        candidates = sorted({rank for ranks, _ in heard for rank in ranks})
+        if len(said) + len(candidates) >= joining.least:
+            return candidates
+        few = f"{len(said)} workers are left, fewer than min_workers={joining.least}"
+        if any(over for _, over in heard):
+            error = WorkerLostError(f"{few}, and no other has joined within {limit_s:.3g} s (rejoin_timeout_s)")
+            strategy.extended.exchange.fail(error)
+            raise error
+        if not said_so:
+            logger.warning("tfps: %s: training waits up to %.0f s for others to join", few, limit_s)
+        said_so = True
+        if strategy.rank == 0:
+            threading.Event().wait(_ASK_S)
 
 
 def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, joins: bool) -> None:

@@ -334,7 +334,8 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
 
     def is_over() -> bool:
         failed[:] = [process for process in workers if process.ended and process.code != 0]
-        if plan.min_workers is not None and len(workers) - len(failed) >= plan.min_workers:
+        for_good = sum(restarts[workers.index(process)] == 0 for process in failed)
+        if plan.min_workers is not None and len(workers) - for_good >= plan.min_workers:
             for process in (each for each in failed if each not in lost):
                 lose(process)
             failed.clear()

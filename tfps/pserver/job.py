@@ -89,6 +89,7 @@ class Job:
         self._declarations: list[Declaration] = []
         self._layouts: list[Layout] = []  # as tuned
         self._admission: Admission | None = None  # under way
+        self._few_since_s: float | None = None  # since when fewer than min_workers have been left
         self._beats = False  # whether it has a heartbeat
         self._training = 0  # that members have said they are in
         self._failure: TfpsError | None = None
@@ -332,9 +333,25 @@ class Job:
         return True
 
     def _goes_on(self, fewer: int = 0) -> bool:
-        """Whether the job goes on with so many workers `fewer`."""
-        least, left = self._shard.config.min_workers, len(self._membership.view.ranks) - fewer
-        return least is not None and left >= max(least, 1)
+        """Whether the job goes on with so many workers `fewer`, at least for a while; see `_wait_for_others`."""
+        return self._shard.config.min_workers is not None and len(self._membership.view.ranks) > fewer
+
+    def _wait_for_others(self) -> None:
+        """Ends the job if fewer than `min_workers` are left and others have not joined in time."""
+        config, lost = self._shard.config, self._membership.lost
+        workers, least = self._membership.view.workers, config.min_workers or 0
+        if workers - len(lost) >= least:
+            self._few_since_s = None
+            return
+        now_s = time.monotonic()
+        self._few_since_s = since_s = now_s if self._few_since_s is None else self._few_since_s
+        if now_s - since_s >= config.rejoin_timeout_s:
+            self.fail(
+                WorkerLostError(
+                    f"{workers - len(lost)} of {workers} workers are left, fewer than min_workers={least}, and no "
+                    f"other has joined within {config.rejoin_timeout_s:.3g} s (rejoin_timeout_s): {'; '.join(lost.values())}"
+                )
+            )
 
     def _lose(self, rank: int, why: str) -> bool:
         """Takes `rank` out and lets the others go on, if the job can; else returns False."""
@@ -407,6 +424,7 @@ class Job:
         for rank, why in silent:
             if not self._lose(rank, why) and self._failure is None and rank in self._membership.members:
                 self.fail(WorkerLostError(f"{self._membership.describe(rank)} {why}"))
+        self._wait_for_others()
         return not self.over
 
     def fail(self, error: TfpsError) -> None:

@@ -132,6 +132,7 @@ class EmbeddedExchange:
     # Joining: nobody does
 
     candidate = told = False
+    least = 0
 
     def lines(self) -> Sequence[str]:
         return []

@@ -95,6 +95,7 @@ class Worker:
         ]
         self._streams: list[WorkerStream] = []
         self._losses = Losses()
+        self.least = config.min_workers or 0
         self.told = False  # that others are ready to take part
         self.newcomer: Newcomer | None = None  # until it takes part
         self._joined: Newcomer | None = None  # from then on
