@@ -22,7 +22,7 @@ CASES = {
     "after an epoch": ("arrays joined", 1, [0, 5]),
     "rank 0, after an epoch": ("dataset joined validation adam", 0, [0, 5]),
     "after an epoch, shuffled": ("arrays joined shuffled", 0, [0, 5]),
-    "with a backup": ("arrays joined backup", 1, [0, 5]),
+    "rank 0, with a backup": ("arrays joined backup", 0, [0, 5]),  # it would restore, if it did not join
     "too few are left": ("arrays few", 1, [9, 9]),
     "within an epoch": ("arrays joined adam", 1, [1, 1]),
     "within the first epoch": ("dataset joined", 0, [0, 3]),

@@ -135,3 +135,20 @@ def test_a_job_goes_on_after_a_pserver_came_back_with_another_address(cluster: C
         pods.wait(lambda: all("waits for pserver" in each.log() for each in second), "what workers say", second)
         cluster.start(pservers[0])
         finish(second, folder)
+
+
+def test_a_killed_worker_joins_the_others_where_they_can_do_without_it(cluster: Cluster) -> None:
+    pservers, workers = made_of({}, "--min-workers", "1")
+    with cluster:
+        folder = prepared(cluster, begun=False)
+        for each in pservers:
+            cluster.start(each)
+        first = [cluster.start(each) for each in workers]
+        pods.wait((folder / "begun").exists, "the first steps", first)
+        first[1].kill()
+        pods.wait(lambda: "goes on with 1 of 2 workers" in first[0].log(), "what the other worker says", first)
+        again = cluster.start(workers[1])
+        joined = "rank 1 takes part from now on, with 2 workers"
+        both = [first[0], again]
+        pods.wait(lambda: all(joined in each.log() for each in both), "what workers say", both)
+        assert first[0].process.poll() is None

@@ -88,6 +88,6 @@ class Newcomer:
     def wait(self, timeout_s: float) -> None:
         if not self.admitted.wait(timeout_s):
             raise WaitTimeoutError(
-                f"rank {self._rank}: the other workers have not come to the end of an epoch, where a worker may join, "
+                f"rank {self._rank}: the other workers have come to no place in a training where it could join "
                 f"within {timeout_s:.3g} s; TFPS_REJOIN_TIMEOUT_S (rejoin_timeout_s) sets how long it waits"
             )
