@@ -122,7 +122,7 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
     """Ends before, between or after the slices of gradients of a step, when the pservers have those that were sent."""
     sent = 0
     workers: list[Worker] = []
-    ending = threading.Event()
+    ending, ended = threading.Event(), threading.Event()
 
     def frames(
         original: Function, self: PushedBucket, number: int, push: Push, *rest: Argument
@@ -131,6 +131,8 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
         here = is_gradient(self) and push.step == step
         if here and point == "before a push":
             end()
+        if point == "after the last push" and ending.is_set() and is_gradient(self):
+            ended.wait()  # it would have come later
         for each in original(self, number, push, *rest):
             if here and point == "between slices" and ending.is_set():
                 continue  # it would have come later
@@ -156,6 +158,7 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
 
         poll(arrived)
         end()
+        ended.set()
 
     _replace(PushedBucket, "frames", frames)
     _replace(Worker, "_start_next", start_next)

@@ -124,7 +124,7 @@ def test_a_lost_worker_that_wakes_does_not_take_its_successor_out(replaced: tupl
     ):
         request.incarnation, request.rank = old.incarnation, 2
         with pytest.raises(WorkerLostError, match=r"went on without this one: rank 2 .* has its place"):
-            old.pserver.call(name, request, jobs.DEADLINE_S)  # type: ignore[arg-type]
+            old.pserver.call(name, request, jobs.DEADLINE_S)
     everybody = [*job.workers.values(), job.candidates[2]]
     failed = [Failed(each) for each in everybody]
     for each in [push(worker, GRADIENT, ONES) for worker in everybody]:
