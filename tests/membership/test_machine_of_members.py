@@ -43,11 +43,17 @@ class MachineOfMembers(RuleBasedStateMachine):
         self.ready[rank] = 0
         return member
 
-    @rule(rank=RANKS)
-    def join(self, rank: int) -> None:
-        if rank not in self.here:
-            assert self._join(rank).rank == rank
-            return
+    @precondition(lambda self: len(self.here) < WORKERS)
+    @rule(data=st.data(), training=st.integers(0, 1))
+    def join(self, data: st.DataObject, training: int) -> None:
+        rank = data.draw(st.sampled_from(sorted(set(range(WORKERS)) - self.here)))
+        assert self._join(rank).rank == rank
+        self.members.members[rank].ready = self.ready[rank] = training
+
+    @precondition(lambda self: self.here)
+    @rule(data=st.data())
+    def join_in_the_place_of_another(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.here)))
         try:
             self._join(rank)
         except ConnectError as error:
@@ -78,10 +84,9 @@ class MachineOfMembers(RuleBasedStateMachine):
             self.streaming.add(rank)
 
     @precondition(lambda self: len(self.part) > 1)
-    @rule(rank=RANKS)
-    def lose(self, rank: int) -> None:
-        if rank not in self.part:
-            return
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.part)))
         self.members.lose(rank, "died")
         for each in (self.part, self.here, self.streaming):
             each.discard(rank)
@@ -95,29 +100,31 @@ class MachineOfMembers(RuleBasedStateMachine):
             self.here.discard(rank)
             self.streaming.discard(rank)
 
-    @rule(rank=RANKS)
-    def leave(self, rank: int) -> None:
-        if rank not in self.part:
-            return
+    @precondition(lambda self: len(self.part) > 1 and not self.parted)  # its rank is not given again
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.part)))
         self.members.members[rank].state = State.GONE
-        self.streaming.discard(rank)
         self.members.part(rank)
-        if len(self.part) > 1:
-            self.part.discard(rank)
-            self.parted.add(rank)
-            self.changes += 1
-        else:
-            self.members.members[rank].state = State.STREAMING
-            self.streaming.add(rank)
+        self.streaming.discard(rank)
+        self.part.discard(rank)
+        self.parted.add(rank)
+        self.changes += 1
 
-    @rule(rank=RANKS, training=st.integers(0, 2))
+    @precondition(lambda self: len(self.part) == 1)
+    @rule()
+    def the_last_one_stays_in_the_view(self) -> None:
+        self.members.part(min(self.part))
+
+    @rule(rank=RANKS, training=st.integers(0, 1))
     def say_ready(self, rank: int, training: int) -> None:
         if rank in self.here and rank not in self.part:
             self.members.members[rank].ready = training
             self.ready[rank] = training
 
-    @rule(training=st.integers(1, 2), data=st.data())
-    def admit(self, training: int, data: st.DataObject) -> None:
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        training = 1
         candidates = self.members.candidates(training)
         waiting = self.here - self.part - self.parted
         assert candidates == sorted(rank for rank in waiting if self.ready[rank] == training and rank in self.streaming)
@@ -145,4 +152,4 @@ class MachineOfMembers(RuleBasedStateMachine):
 
 
 TestMembers = MachineOfMembers.TestCase
-TestMembers.settings = settings(max_examples=100, stateful_step_count=30)
+TestMembers.settings = settings(max_examples=300, stateful_step_count=40)
