@@ -47,7 +47,7 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbac
 
     `step` counts from 0: of a gradient, of batches that are announced, of declarations (number 0 is joining), of
     batches of an evaluation, of saves, of calls that admit others (one for each pserver), of hand-overs to those who
-    join (0: at its beginning, 1: when the position in the training has been told), or of questions of one who joins.
+    join (even: at the beginning, odd: when the position in the training has been told), or of a newcomer's questions.
     """
 
     once, handing = iter([None]), threading.Event()
@@ -78,10 +78,10 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbac
     elif point == "in an admission":
         at_call(Pserver, "call", only=lambda _, name="", *rest: name == "Admit")
     elif point == "in a hand-over":
-        if step == 0:
-            at_call(joining, "_hand_over")
+        if step % 2 == 0:
+            _at_call(joining, "_hand_over", step=step // 2, end=end)
         else:  # variables of models are exchanged before, too
-            _at_call(joining, "_hand_over", step=0, end=handing.set)
+            _at_call(joining, "_hand_over", step=step // 2, end=handing.set)
             _at_call(Extended, "take_from_first_rank", step=0, end=end, only=lambda *_: handing.is_set())
     elif point == "while it asks to join":
         at_call(PserverClient, "ready")

@@ -127,6 +127,8 @@ def from_source(runtime: Runtime, ask: Callable[[bool], tuple[_T, Collection[int
     workers = runtime.exchange.view.workers
     for turn in range(workers):
         source = (runtime.source + turn) % workers
+        if runtime.sources is not None and source not in runtime.sources:
+            continue
         found, ranks = ask(source == runtime.exchange.rank)
         if source in ranks:
             runtime.source = source

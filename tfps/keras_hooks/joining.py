@@ -106,6 +106,16 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, epoch: int) -> None:
 
 def _hand_over(strategy: BaseStrategy, callbacks: Callback, epoch: int, *, joins: bool) -> None:
     """Gives those who join the state of the others; all ranks call it."""
+    runtime = strategy.extended.runtime
+    said = AllGather(runtime, "who has the state of the training")(b"" if joins else b"1")
+    runtime.sources = frozenset(rank for rank, has in said.items() if has)  # if one is lost, another of these gives it
+    try:
+        _exchange_state(strategy, callbacks, epoch, joins=joins)
+    finally:
+        runtime.sources = None
+
+
+def _exchange_state(strategy: BaseStrategy, callbacks: Callback, epoch: int, *, joins: bool) -> None:
     extended, model = strategy.extended, callbacks.model
     runtime, lockstep, dataset = extended.runtime, extended.staging.lockstep, distributed_dataset(extended.epochs)
     variables = _state(model)

@@ -151,6 +151,7 @@ class Runtime:
         self.exchange, self.recorder, self.wait_s = exchange, recorder, wait_s
         self.spans = StepSpans(recorder, exchange.rank)
         self.source = 0  # the rank whose values others take, the same on all: the first one, or after its loss another
+        self.sources: frozenset[int] | None = None  # the ranks that may be it, the same on all; None: all
         with tf.init_scope(), tf.device(HOST):
             self._messages = tf.queue.FIFOQueue(1_000_000, MESSAGE, name="tfps_send")
             self.queue = self._messages.queue_ref  # receives the messages of send ops
