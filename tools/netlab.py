@@ -189,6 +189,10 @@ class Netlab:
             self._shape(host, "eth0", rate.tx_mbit)
             self._shape(self._switch, f"port{host.index}", rate.rx_mbit)
 
+    def plug(self, host: Host, *, out: bool = False) -> None:
+        """Takes a host's port `out` of the switch, or puts it in again. The host sees that nothing comes, no more."""
+        _ip(self._switch, f"link set port{host.index} {'nomaster' if out else 'master eth0'}")
+
     def _shape(self, host: Host, device: str, rate_mbit: float) -> None:
         burst, queue = self._burst_and_queue(rate_mbit)
         shaper = f"tbf rate {rate_mbit * 1e6:.0f}bit burst {burst:.0f} limit {queue:.0f}"

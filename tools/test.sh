@@ -21,6 +21,7 @@ fi
 slow=(
     tests/{chaos,collectives,doctor,elastic,graph,input,integration,keras_hooks,models,policies,programs,ray,runtime}
     tests/{strategy,tensorboard,tools,updates}
+    tests/membership/test_exhaustive.py
     tests/launch/test_{cli,kubernetes,options,remote,rendezvous,slurm,ssh,ssh_failures,supervisor,terminal}.py
     tests/pserver/test_{cli,console,fuzz_server,load,measuring,security,strangers}.py
     tests/test_{api,callbacks,doc_blocks,errors,packaging,private_names,site,versions}.py

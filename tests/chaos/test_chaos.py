@@ -37,6 +37,7 @@ SEED = os.environ.get("CHAOS_SEED")
 RUN_S = 200.0  # for one plan
 PAUSE_S = 1.5  # which is no loss: that takes 5 s of silence
 POINTS = ("before a push", "between slices", "after the last push")
+HANDING_OVER = ("in an admission", "in a hand-over")  # two of each per epoch in which somebody joins
 KINDS = ("dataset", "arrays adam", "dataset validation adam", "arrays")
 TRANSPORTS: tuple[dict[str, str], ...] = (
     {},
@@ -114,8 +115,8 @@ class Plan:
         point: str = draw.choice(POINTS)
         if rank in joining and draw.random() < 0.3:
             step, point = draw.randrange(2), "in a hand-over"
-        elif joining and rank not in joining and draw.random() < 0.3:
-            step, point = self._admissions(rank, epoch) + draw.randrange(2), "in an admission"
+        elif joining and rank not in joining and draw.random() < 0.4:
+            step, point = self._admissions(rank, epoch) + draw.randrange(2), draw.choice(HANDING_OVER)
         elif (kind := draw.random()) < 0.25:
             how, life.wakes = signal.SIGSTOP, draw.choice(("before", "after"))
         elif kind < 0.45:
@@ -281,9 +282,8 @@ class Run:
         return "\n".join(said)
 
 
-def run(seed: int) -> dict[str, Json]:
-    """Runs the plan of `seed`; returns what happened."""
-    plan = Plan.drawn(seed)
+def run(plan: Plan) -> dict[str, Json]:
+    """Runs a plan; returns what happened."""
     with tempfile.TemporaryDirectory(prefix="tfps-chaos-") as folder:
         one = Run(plan, Path(folder))
         with one.pservers():
@@ -300,8 +300,18 @@ def run(seed: int) -> dict[str, Json]:
 
 @pytest.mark.parametrize("seed", [int(SEED)] if SEED else [1, 2])
 def test_a_storm_leaves_what_plain_keras_trains_without_the_lost_rows(seed: int) -> None:
-    happened = run(seed)
+    happened = run(Plan.drawn(seed))
     assert happened["lost"], "nobody was lost: the plan is none"
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_who_hands_over_the_training_dies_and_another_one_that_has_it_goes_on(when: int) -> None:
+    """The next rank has just come, and has nothing to give."""
+    plan = Plan(0, "arrays adam", {}, due={0: [1]}, at_the_end=[1, 2])
+    plan.lives[0][0].faults.append((when, "in a hand-over", signal.SIGKILL))
+    plan.lives[1][0].faults.append((2, "before a push", signal.SIGKILL))
+    plan.lives[1].append(Life())
+    run(plan)
 
 
 @pytest.mark.long
@@ -309,7 +319,7 @@ def test_a_storm_leaves_what_plain_keras_trains_without_the_lost_rows(seed: int)
 def test_storms_for_half_an_hour() -> None:
     end_s, seed = time.monotonic() + MINUTES * 60, int(SEED or time.time())
     while time.monotonic() < end_s:
-        run(seed)
+        run(Plan.drawn(seed))
         seed += 1
 
 

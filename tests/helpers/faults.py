@@ -47,7 +47,7 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbac
 
     `step` counts from 0: of a gradient, of batches that are announced, of declarations (number 0 is joining), of
     batches of an evaluation, of saves, of calls that admit others (one for each pserver), of hand-overs to those who
-    join (0: at its beginning, 1: when the position in the training has been told), or of questions of one who joins.
+    join (even: at the beginning, odd: when the position in the training has been told), or of a newcomer's questions.
     """
 
     once, handing = iter([None]), threading.Event()
@@ -78,10 +78,10 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbac
     elif point == "in an admission":
         at_call(Pserver, "call", only=lambda _, name="", *rest: name == "Admit")
     elif point == "in a hand-over":
-        if step == 0:
-            at_call(joining, "_hand_over")
+        if step % 2 == 0:
+            _at_call(joining, "_hand_over", step=step // 2, end=end)
         else:  # variables of models are exchanged before, too
-            _at_call(joining, "_hand_over", step=0, end=handing.set)
+            _at_call(joining, "_hand_over", step=step // 2, end=handing.set)
             _at_call(Extended, "take_from_first_rank", step=0, end=end, only=lambda *_: handing.is_set())
     elif point == "while it asks to join":
         at_call(PserverClient, "ready")
@@ -122,7 +122,7 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
     """Ends before, between or after the slices of gradients of a step, when the pservers have those that were sent."""
     sent = 0
     workers: list[Worker] = []
-    ending = threading.Event()
+    ending, ended = threading.Event(), threading.Event()
 
     def frames(
         original: Function, self: PushedBucket, number: int, push: Push, *rest: Argument
@@ -131,6 +131,8 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
         here = is_gradient(self) and push.step == step
         if here and point == "before a push":
             end()
+        if point == "after the last push" and ending.is_set() and is_gradient(self):
+            ended.wait()  # it would have come later
         for each in original(self, number, push, *rest):
             if here and point == "between slices" and ending.is_set():
                 continue  # it would have come later
@@ -156,6 +158,7 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
 
         poll(arrived)
         end()
+        ended.set()
 
     _replace(PushedBucket, "frames", frames)
     _replace(Worker, "_start_next", start_next)

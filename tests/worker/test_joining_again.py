@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import uuid
 
 import jobs
@@ -64,6 +65,9 @@ def test_who_joins_knows_those_who_have_joined_since_it_came(cluster: Cluster) -
     job = Job(cluster, [1, 2])
     job.admit([1])
     job.workers[1] = job.candidates.pop(1)
+    for each in [push(worker, GRADIENT, ONES) for worker in job.workers.values()]:
+        assert summed(each.wait()).tolist() == [2.0] * 512
+    assert not job.workers[1]._losses.found, "rank 2 was lost before it came"
     job.admit([2])
     assert job.candidates[2].view.ranks == (0, 1, 2)
 
@@ -131,3 +135,30 @@ def test_a_lost_worker_that_wakes_does_not_take_its_successor_out(replaced: tupl
         assert summed(each.wait()).tolist() == [3.0] * 512
     assert [each.view.ranks for each in everybody] == [(0, 1, 2)] * 3
     assert not [each.errors for each in failed if each.errors]
+
+
+@pytest.mark.parametrize("declared", [0, 1])
+def test_who_dies_between_the_pservers_as_the_job_begins_is_lost_on_all(cluster: Cluster, declared: int) -> None:
+    """All have joined as the first pserver sees it; so many of the others have told the second one when one dies."""
+    first, second = (cluster.pserver(3) for _ in range(2))
+
+    def member(rank: int) -> list[RawWorker]:
+        raws = [cluster.raw(first.address, rank, config=GOES_ON, pservers=2)]
+        more = {"pservers": 2, "pserver_index": 1, "incarnation": raws[0].incarnation}
+        raws.append(cluster.raw(second.address, rank, config=GOES_ON, **more))
+        return [each.open() for each in raws]
+
+    members = [member(rank) for rank in range(3)]
+    together(*(each[0].declare for each in members))
+    begin = [functools.partial(each[1].declare, timeout_s=10.0) for each in members[:2]]
+    waiting = [threading.Thread(target=call) for call in begin[:declared]]
+    for each in waiting:
+        each.start()
+    poll(lambda: len(second._job._declarations) == bool(declared))
+    for raw in members[2]:
+        raw.data.close() if raw.over_tcp else raw.pulling.cancel()
+    poll(lambda: all(len(each.status().members) == 2 for each in (first, second)))
+    together(*begin[declared:])
+    for each in waiting:
+        each.join()
+    assert [list(each.status().present) for each in (first, second)] == [[0, 1]] * 2

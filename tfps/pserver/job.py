@@ -367,7 +367,7 @@ class Job:
             self._membership.lose(rank, why)
             self._memory.pop(rank, None)
             queue, end = self._queues.pop(rank), self._ends.pop(rank, None)
-            if not self._declarations or not self._declarations[0].agreed:
+            if not self._begun_elsewhere and not self.begun:
                 self._membership.view = View.first(self._membership.view.workers, len(self._membership.view.pservers))
                 self._log(f"has not begun: {member} {why}; another worker may join in its place")
             else:
@@ -381,6 +381,20 @@ class Job:
         self._shard.bound.quiesce(rank, gone=True)
         self._change_view()
         return True
+
+    @property
+    def _begun_elsewhere(self) -> bool:
+        """Whether the first pserver has seen all ranks join: only then do they declare anything on the others."""
+        return bool(self._shard.index and self._declarations)
+
+    def _begin_without_missing(self) -> None:
+        """The first pserver has seen all ranks join; those that are not here have been lost since, and do not come."""
+        for rank in set(self._membership.view.ranks).difference(self._membership.members):
+            if self._goes_on(1):
+                self._membership.part(rank)
+                self._membership.lost[rank] = f"rank {rank} was lost as the job began"
+                self._log(f"begins with {len(self._membership.view.ranks)} workers: {self._membership.lost[rank]}")
+        self._shard.set_view(self._membership.view)
 
     def _drop_candidate(self, rank: int, why: str) -> None:
         self._log(f"has a candidate less: {self._membership.members.pop(rank)} {why}")
@@ -492,6 +506,8 @@ class Job:
                 raise ProtocolError(f"number of a declaration must be at most {count}, got {number}")
             if number == count:
                 self._declarations.append(Declaration())
+                if number == 0 and self._shard.index:
+                    self._begin_without_missing()
             declaration = self._declarations[number]
             if rank in declaration.lines:
                 raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tfps.worker.bucket import Push, PushedBucket
@@ -36,6 +36,7 @@ class Losses:
     found: list[Loss] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all
     _known: set[tuple[int, str]] = field(default_factory=set)
+    _absent: set[int] = field(default_factory=set)  # since before this worker came
     _logged: int = 0  # of `found`
     _news_s: float = 0.0
 
@@ -43,7 +44,7 @@ class Losses:
         """Notes whose pushes the reply to `push` lacks, if earlier replies had them."""
         with self._lock:
             for rank, slices in push.without.items():
-                if (rank, bucket.spec.name) in self._known:
+                if rank in self._absent or (rank, bucket.spec.name) in self._known:
                     continue
                 self._known.add((rank, bucket.spec.name))
                 missing = sum(bucket.cutting.slices[index].nbytes for index in slices)
@@ -51,9 +52,15 @@ class Losses:
                 self.found.append(loss)
                 self._news_s = time.monotonic()
 
+    def skip(self, ranks: Iterable[int]) -> None:
+        """`ranks` took no part when this worker came, so they are no news to it."""
+        with self._lock:
+            self._absent.update(ranks)
+
     def forget(self, rank: int) -> None:
         """`rank` takes part again: notes its next loss."""
         with self._lock:
+            self._absent.discard(rank)
             self._known = {(each, bucket) for each, bucket in self._known if each != rank}
 
     def log(self) -> None:

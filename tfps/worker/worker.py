@@ -269,6 +269,7 @@ class Worker:
             for layout in map(layout_of, replies[0].layouts):
                 self._cut_anew(layout)
             self._client.goes_on(replies[0].declarations)
+            self._losses.skip(set(range(self.view.workers)).difference(self.view.ranks))
             self._joined, self.newcomer = newcomer, None
         logger.info("tfps: rank %d takes part from now on, with %d workers", self.rank, len(self.view.ranks))
         return newcomer.others

@@ -1,0 +1,61 @@
+"""Worker: takes steps until somebody writes a line, and says how long the longest one took, and who takes part.
+
+steps.py NAME    the step after the line is the last one; a name for its output
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+
+import numpy as np
+
+from tfps.config import Config
+from tfps.errors import TfpsError
+from tfps.exchange.interface import BucketSpec, Reply
+from tfps.worker.worker import Worker
+
+NBYTES = 4 * 50_000
+
+
+def main() -> int:
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    addresses, rank = os.environ["TFPS_PSERVERS"].split(","), int(os.environ["TFPS_RANK"])
+    worker = Worker(addresses, rank=rank, config=Config(slice_bytes=16 * 1024, min_workers=1))
+    (bucket,) = worker.declare([BucketSpec(("gradient",), "sum", NBYTES, "float32", 0)])
+    told = threading.Event()
+
+    def listen() -> None:
+        sys.stdin.readline()
+        told.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    payload, longest_s, steps = np.ones(NBYTES // 4, np.float32), 0.0, 0
+    replies = queue.SimpleQueue[Reply]()
+    try:
+        while not told.is_set():
+            began_s = time.monotonic()
+            worker.push(bucket, payload, replies.put)
+            reply = replies.get()
+            if reply.error is not None:
+                raise reply.error
+            longest_s, steps = max(longest_s, time.monotonic() - began_s), steps + 1
+            if steps == 100:
+                print("under way", flush=True)
+            told.wait(0.005)
+    except TfpsError as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+        worker.close()
+        return 1
+    print(json.dumps({"longest_s": longest_s, "steps": steps, "ranks": worker.view.ranks}), flush=True)
+    worker.close("its work")  # the others go on
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

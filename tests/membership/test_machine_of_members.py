@@ -1,0 +1,155 @@
+"""`Members` beside plain sets, in any order of joins, losses, departures, questions and admissions."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tfps.errors import ConnectError
+from tfps.membership.members import Applicant, Member, Members, State
+from tfps.membership.view import View
+
+RANKS = st.integers(0, 3)
+WORKERS = 4
+
+
+class MachineOfMembers(RuleBasedStateMachine):
+    """A job of four workers that has begun, and goes on as long as one is left."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.members = Members(View.first(WORKERS))
+        self.count = 0
+        self.here: set[int] = set()  # has a process that has joined
+        self.part = set(range(WORKERS))  # takes part, or will once it has joined
+        self.streaming: set[int] = set()
+        self.parted: set[int] = set()  # has left of its own, and is still known
+        self.lost: set[int] = set()
+        self.ready: dict[int, int] = {}  # of candidates: the training
+        self.changes = 1
+        for rank in range(WORKERS):
+            self._join(rank)
+
+    def _join(self, rank: int) -> Member:
+        self.count += 1
+        uid = f"uid{self.count}"
+        applicant = Applicant("", rank, WORKERS, uid, "host", self.count, 0, 1, "")
+        member = self.members.join(applicant, 0.0)
+        assert self.members.join(applicant, 1.0) is member, "a repeated call gets the same answer"
+        member.state = State.STREAMING
+        self.here.add(rank)
+        self.streaming.add(rank)
+        self.ready[rank] = 0
+        return member
+
+    @precondition(lambda self: len(self.here) < WORKERS)
+    @rule(data=st.data(), training=st.integers(0, 1))
+    def join(self, data: st.DataObject, training: int) -> None:
+        rank = data.draw(st.sampled_from(sorted(set(range(WORKERS)) - self.here)))
+        assert self._join(rank).rank == rank
+        self.members.members[rank].ready = self.ready[rank] = training
+
+    @precondition(lambda self: self.here)
+    @rule(data=st.data())
+    def join_in_the_place_of_another(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.here)))
+        try:
+            self._join(rank)
+        except ConnectError as error:
+            assert f"two workers have rank {rank}" in str(error)
+        else:
+            raise AssertionError("a rank that is here was given again")
+
+    @rule()
+    def join_without_a_rank(self) -> None:
+        free = sorted(set(range(WORKERS)) - self.here)
+        self.count += 1
+        applicant = Applicant("", None, WORKERS, f"uid{self.count}", "host", self.count, 0, 1, "")
+        try:
+            rank = self.members.join(applicant, 0.0).rank
+        except ConnectError as error:
+            assert "all 4 ranks of the job are taken" in str(error)
+            assert not free
+            return
+        assert rank == free[0]
+        self.here.add(rank)
+        self.ready[rank] = 0
+        self.streaming.discard(rank)  # it has opened none yet
+
+    @rule(rank=RANKS)
+    def stream(self, rank: int) -> None:
+        if rank in self.here and rank not in self.parted:
+            self.members.members[rank].state = State.STREAMING
+            self.streaming.add(rank)
+
+    @precondition(lambda self: len(self.part) > 1)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.part)))
+        self.members.lose(rank, "died")
+        for each in (self.part, self.here, self.streaming):
+            each.discard(rank)
+        self.lost.add(rank)
+        self.changes += 1
+
+    @rule(rank=RANKS)
+    def drop_a_candidate(self, rank: int) -> None:
+        if rank in self.here and rank not in self.part and rank not in self.parted:
+            del self.members.members[rank]
+            self.here.discard(rank)
+            self.streaming.discard(rank)
+
+    @precondition(lambda self: len(self.part) > 1 and not self.parted)  # its rank is not given again
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.part)))
+        self.members.members[rank].state = State.GONE
+        self.members.part(rank)
+        self.streaming.discard(rank)
+        self.part.discard(rank)
+        self.parted.add(rank)
+        self.changes += 1
+
+    @precondition(lambda self: len(self.part) == 1)
+    @rule()
+    def the_last_one_stays_in_the_view(self) -> None:
+        self.members.part(min(self.part))
+
+    @rule(rank=RANKS, training=st.integers(0, 1))
+    def say_ready(self, rank: int, training: int) -> None:
+        if rank in self.here and rank not in self.part:
+            self.members.members[rank].ready = training
+            self.ready[rank] = training
+
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        training = 1
+        candidates = self.members.candidates(training)
+        waiting = self.here - self.part - self.parted
+        assert candidates == sorted(rank for rank in waiting if self.ready[rank] == training and rank in self.streaming)
+        if candidates:
+            chosen = data.draw(st.sets(st.sampled_from(candidates), min_size=1))
+            self.members.admit(chosen)
+            self.part |= chosen
+            self.lost -= chosen
+            self.changes += 1
+
+    @invariant()
+    def same_as_the_sets(self) -> None:
+        members, view = self.members, self.members.view
+        assert set(view.ranks) == self.part
+        assert list(view.ranks) == sorted(view.ranks)
+        assert view.generation == self.changes
+        assert set(members.members) == self.here
+        assert set(members.lost) == self.lost
+        assert members.not_streaming() == sorted(self.part - self.streaming)
+        assert members.gone() == []
+        assert not members.over
+        assert [view.place(rank) for rank in view.ranks] == list(range(len(self.part)))
+        for rank in self.lost:
+            assert members.lost[rank].startswith(f"rank {rank} (host:")
+
+
+TestMembers = MachineOfMembers.TestCase
+TestMembers.settings = settings(max_examples=300, stateful_step_count=40)
