@@ -126,8 +126,9 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
         workers[:] = [self]
         original(self, number, bucket)
         gradients = [each for each in self._buckets if is_gradient(each)]
-        if point == "after the last push" and all(each.steps > step for each in gradients):
+        if point == "after the last push" and gradients and all(each.steps > step for each in gradients):
             ending.set()
+            threading.Event().wait()  # else it might push a further step meanwhile
 
     def watch() -> None:
         ending.wait()

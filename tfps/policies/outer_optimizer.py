@@ -21,7 +21,7 @@ from tfps.compression import NONE
 from tfps.config import Config
 from tfps.errors import ConfigError, UnsupportedError
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.update_spec import UpdateSpec
+from tfps.exchange.update_spec import MEAN, UpdateSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, control_flow_free, distribute_lib, ops
@@ -87,7 +87,7 @@ class OuterOptimizer(RemoteRule):
     def spec(self, variables: Sequence[GatedVariable]) -> UpdateSpec:
         return UpdateSpec(
             "sgd",
-            (("momentum", self._momentum), ("nesterov", 1.0)),
+            (("momentum", self._momentum), ("nesterov", 1.0), (MEAN, 1.0)),
             (("momentum", 0.0),) if self._momentum else (),
             tuple(int(variable.shape.num_elements()) for variable in variables),
             (False,) * len(variables),
@@ -205,7 +205,7 @@ class OuterOptimizer(RemoteRule):
         graph, exchange = ops.get_default_graph(), self._runtime.exchange
         with tf.device(HOST):
             number = tf.cast((step + self._offsets[fragment]) // self._every, tf.float64)
-            scalars = tf.stack([number, tf.constant(self._learning_rate, tf.float64)])
+            scalars = tf.stack([number, tf.constant(self._learning_rate, tf.float64), tf.constant(1.0, tf.float64)])
         if self.job_number is None:
             self.job_number = next(self._numbers)
         reduction = Reduction(len(self._fragments[fragment]))

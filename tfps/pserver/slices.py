@@ -14,7 +14,8 @@ from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.codecs import Floats
 from tfps.exchange.layout import cut
 from tfps.exchange.parameter_shard import Delta, ParameterShard
-from tfps.exchange.update_spec import StepScalars, UpdateSpec, difference
+from tfps.exchange.rules import flushed
+from tfps.exchange.update_spec import WEIGHT, StepScalars, UpdateSpec, difference
 from tfps.membership.view import RankSets, View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
@@ -230,7 +231,12 @@ class SumSlice(RoundSlice):
             )
         self._writer = self.round.view.ranks[0]
         parameters.take_put()
-        updated = parameters.update(self.round.finish(), scalars)
+        share = step_scalars.share(self.round.arrived, self.round.view.workers)
+        total = self.round.finish()
+        if share != 1.0:
+            with flushed(), np.errstate(all="ignore"):
+                total = np.multiply(np.frombuffer(total, np.float32), np.float32(share)).view(np.uint8).data
+        updated = parameters.update(total, scalars)
         if self._codec is None:
             return updated, 0
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the view.
@@ -289,6 +295,15 @@ class RoundScalars:
                     )
             self._by_rank[rank] = scalars
         return None
+
+    def share(self, ranks: Collection[int], workers: int) -> float:
+        """By what the sum of the current step is multiplied, if it has the pushes of `ranks`; see `MEAN`."""
+        if WEIGHT not in self.spec.scalars:
+            return 1.0
+        place = self.spec.scalars.index(WEIGHT)
+        with self._lock:
+            weight = sum(scalars.values[place] for rank, scalars in self._by_rank.items() if rank in ranks)
+        return workers / weight if weight else 1.0
 
     def skip(self, step: int) -> None:
         """Notes that `step` is over and was none of training: it had no scalars."""

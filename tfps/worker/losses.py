@@ -70,7 +70,7 @@ class Losses:
             missing, total = sum(loss.missing_bytes for loss in own if loss.step == step), sum(x.nbytes for x in own)
             counted = 100 * (1 - missing / total) if total else 100
             logger.warning(
-                "tfps: step %d: the rows of rank %d, which was lost, counted for %.0f %% of the gradient",
+                "tfps: step %d: what rank %d, which was lost, had pushed counted for %.0f %% of the variables",
                 step,
                 rank,
                 counted,
