@@ -25,6 +25,7 @@ from tfps.wire.send_queue import Encoding
 from tfps.wire.shared_memory import Target
 
 _NOTHING = memoryview(b"")
+_ROUNDING = 1e-6  # of a quorum times a number of workers
 
 
 class Push(NamedTuple):
@@ -203,6 +204,15 @@ class SumSlice(RoundSlice):
         answers.append(Answer([rank for rank in ranks if rank not in targets], header, payload))
         return answers
 
+    def awaited(self, quorum: float) -> tuple[int, list[int]]:
+        """The ranks that have not pushed once a `quorum` has, and the step; nobody while ranks assign values."""
+        with self.lock:
+            step, arrived = self.round.step, len(self.round.arrived)
+            enough = arrived and arrived >= quorum * len(self.round.view.ranks) - _ROUNDING
+            if not enough or self.round.whole or self._scalars is None or self._scalars.marked(step):
+                return step, []
+            return step, self.round.missing()
+
     def _sum(self, last: bool) -> tuple[memoryview | Encoding, int]:
         """The sum and its flags: whole (not encoded), without a residual, if ranks collect theirs or it is the last."""
         whole, contributed = self.round.whole, self.round.contributed
@@ -304,6 +314,11 @@ class RoundScalars:
         with self._lock:
             weight = sum(scalars.values[place] for rank, scalars in self._by_rank.items() if rank in ranks)
         return workers / weight if weight else 1.0
+
+    def marked(self, step: int) -> bool:
+        """Whether the values that ranks have assigned come with `step`."""
+        with self._lock:
+            return step == self._step and any(scalars.mark for scalars in self._by_rank.values())
 
     def skip(self, step: int) -> None:
         """Notes that `step` is over and was none of training: it had no scalars."""

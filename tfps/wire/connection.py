@@ -54,7 +54,7 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
         queue.acked(header.received)
     elif header.kind == Kind.BEAT:
         pass
-    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS, Kind.RANKS, Kind.LOST, Kind.ADMITTED):
+    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS, Kind.RANKS, Kind.LOST, Kind.ADMITTED, Kind.AWAITED):
         receiver.notice(header, payload)
     elif header.kind == Kind.ERROR:
         return frames.decode_error(header, payload)

@@ -41,6 +41,7 @@ class Kind(enum.IntEnum):
     RANKS = 10
     LOST = 11
     ADMITTED = 12
+    AWAITED = 13
 
 
 class Header(NamedTuple):
@@ -48,7 +49,7 @@ class Header(NamedTuple):
 
     An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT and a BEAT none; a TRACE `step` (number of the
     capture) and `index` (1 begins, 0 ends); SCALARS `bucket` and `step`; RANKS `generation`; LOST `index` (a rank);
-    ADMITTED `index` (the first rank of those who took part before).
+    ADMITTED `index` (the first rank of those who took part before); AWAITED `bucket` and `step` (see Config.quorum).
     """
 
     kind: int
