@@ -34,6 +34,8 @@ _OF_MODES: dict[str, tuple[Mode, ...]] = {  # settings that only some modes have
     "fragments": _LOCAL_MODES,
     "overlap_steps": _LOCAL_MODES,
     "own_share": _LOCAL_MODES,
+    "quorum": _LOCAL_MODES,
+    "grace_s": _LOCAL_MODES,
     "outer_learning_rate": ("diloco",),
     "outer_momentum": ("diloco",),
 }
@@ -72,6 +74,9 @@ class Config:
             rest is the global parameters'.
         outer_learning_rate: with "diloco", of the pservers' optimizer.
         outer_momentum: the same.
+        quorum: with "diloco" and "local", the share of the workers that an exchange waits for, above 0; 1: all. Changes
+            of others count in the next one, weighted by their steps (https://arxiv.org/abs/2604.21428).
+        grace_s: with a quorum, seconds that an exchange then waits for others.
         staging_depth: input batches staged on each device while it computes: 0, or at least 2 (one is copied while
             the other waits). 0 leaves input to TensorFlow; several workers must agree on the end of the data, so they
             still stage one batch.
@@ -121,6 +126,8 @@ class Config:
     own_share: float = 0.5
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
+    quorum: float = 1.0
+    grace_s: float = 5.0
     staging_depth: int = 2
     shared_memory: bool = True
     transport: Transport = "auto"
@@ -182,6 +189,10 @@ class Config:
                 raise ConfigError(f"{name} must be a number from 0 on{limit}, got {value!r}")
         if not _is_positive(self.outer_learning_rate):
             raise ConfigError(f"outer_learning_rate must be a positive number, got {self.outer_learning_rate!r}")
+        if not _is_number(self.quorum) or not 0 < self.quorum <= 1:
+            raise ConfigError(f"quorum must be a share of the workers above 0, at most 1, got {self.quorum!r}")
+        if not _is_number(self.grace_s) or not 0 <= self.grace_s < float("inf"):
+            raise ConfigError(f"grace_s must be a number of seconds from 0, got {self.grace_s!r}")
         if not _is_whole(depth) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
         fewest = self.min_workers
@@ -208,6 +219,8 @@ class Config:
                 f"own_share is for overlap_steps above 0: else a worker goes on with the global parameters, got "
                 f"{self.own_share!r}"
             )
+        if self.grace_s != Config.grace_s and self.quorum == 1:
+            raise ConfigError(f"grace_s is for a quorum below 1: else all are waited for, got {self.grace_s!r}")
         if mode == "async" and update != "server":
             raise ConfigError(
                 f"mode='async' needs update='server', which applies each gradient as it comes, got {update!r}"

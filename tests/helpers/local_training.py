@@ -6,7 +6,7 @@ With a codec each kernel is a bucket of its own and compressed, and biases, whic
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -109,7 +109,7 @@ class Worker:
 
 
 class Simulation:
-    """All workers of a job, step by step.
+    """All workers of a job, step by step; some are `lost`: by rank, before which exchange of each fragment, from 0.
 
     Attributes:
         trajectory: each worker's own weights after each of its steps and the exchanges that are due then.
@@ -118,8 +118,11 @@ class Simulation:
         held: the residual of each variable on each worker.
     """
 
-    def __init__(self, weights: Weights, settings: Settings, steps: Sequence[int]) -> None:
+    def __init__(
+        self, weights: Weights, settings: Settings, steps: Sequence[int], lost: Mapping[int, int] | None = None
+    ) -> None:
         self._settings, self._parts = settings, fragments(settings.fragments)
+        self._lost, self._exchanges = lost or {}, [0] * settings.fragments
         self.workers = [Worker(weights, settings, rank, count) for rank, count in enumerate(steps)]
         self.shared = [each.copy() for each in weights]
         self.exact = [each.copy() for each in weights]
@@ -159,12 +162,14 @@ class Simulation:
         settings, f = self._settings, np.float32
         local = settings.mode == "local"
         rate, momentum = f(1.0 if local else settings.outer_learning_rate), f(settings.outer_momentum)
+        here = [rank for rank in range(len(self.workers)) if self._exchanges[part] < self._lost.get(rank, 2**31)]
+        self._exchanges[part] += 1
         for place in self._parts[part]:
             exact = self.exact[place]
             total = np.zeros_like(exact)
-            for worker, held in zip(self.workers, self.held, strict=True):
-                change = (self.shared[place] - worker.weights[place]) / f(len(self.workers))
-                total += self._travelled(change, held[place])
+            for rank in here:
+                change = (self.shared[place] - self.workers[rank].weights[place]) / f(len(here))
+                total += self._travelled(change, self.held[rank][place])
             if local:
                 exact -= rate * total
             else:

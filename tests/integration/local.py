@@ -1,6 +1,8 @@
 """Worker: trains in modes "local" and "diloco", and saves its own weights after each step.
 
 local.py FILE STEPS CASE ...      steps of each rank ("12" or "12,9"), and settings of local_training.Settings as JSON
+
+With FAULT in the environment, `[rank, step, point]` as JSON, that rank fails there (see faults.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import faults
 import keras
 import local_training
 import tensorflow as tf
@@ -23,9 +26,10 @@ from tfps.types import Array, Logs, Value
 
 def train(settings: Settings, steps: list[int], devices: list[str]) -> dict[str, Value]:
     slice_bytes: int | Literal["auto"] = "auto" if settings.compression == "none" else SLICE_BYTES
-    config = tfps.Config(deterministic=True, slice_bytes=slice_bytes, **settings.config())
+    config = tfps.Config.from_environment(deterministic=True, slice_bytes=slice_bytes, **settings.config())
     strategy = tfps.Strategy(config=config, devices=devices)
-    keras.utils.set_random_seed(1 + strategy.rank)
+    # Others take rank 0's initial values, but only after they have been noted here.
+    keras.utils.set_random_seed(1 if "FAULT" in os.environ else 1 + strategy.rank)
     with strategy.scope():
         model = local_training.model()
         model.compile(OPTIMIZERS[settings.optimizer](), local_training.loss())
@@ -56,6 +60,9 @@ if __name__ == "__main__":
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
     )
+    faulty, *fault = json.loads(os.environ.get("FAULT", "[-1]"))
+    if faulty == int(os.environ["TFPS_RANK"]):
+        faults.fail_at(*fault)
     numbers = [int(each) for each in counts.split(",")]
     names = [f"CPU:{number}" for number in range(count)]
     results = [train(Settings(**json.loads(case)), numbers, names) for case in cases]

@@ -172,6 +172,9 @@ class State(Protocol):
 class Peers(Protocol):
     """What a rank says to the other ranks and asks them, beside its pushes. TfpsError: a pserver does not answer."""
 
+    # Called with a bucket and its step, maybe several times, when a quorum waits for this rank's push; must be short.
+    on_awaited: Callable[[int, int], object]
+
     def quiesce(self) -> None:
         """In mode "async": this rank takes no further step before all ranks have called this, and holds up nobody.
 
@@ -301,6 +304,12 @@ class Exchange(Protocol):
                 has of them: then all have the same, bit for bit, and close to the pservers' own parameters. In mode
                 "async" the reply is always the parameters, and a push without payload and scalars only reads them.
 
+        """
+
+    def skip(self, buckets: Sequence[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:
+        """Lets others go on without this rank: it takes `step` of `buckets`, which have updates, with nothing to give.
+
+        `on_reply` gets the bucket and the reply. False: this rank has pushed one of them, or is about to.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:

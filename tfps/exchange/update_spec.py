@@ -40,6 +40,9 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "lion": ("momentum",),
 }
 AVERAGE = "average"  # the slot of a moving average of the variable itself
+# A constant: what each of W workers pushes is the W-th part of its change, times the scalar `WEIGHT`. Pservers make the
+# mean of it over those who push. So nothing is computed, and no bit changes, where all push with the weight 1.
+MEAN, WEIGHT = "mean", "weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class UpdateSpec:
     def scalars(self) -> tuple[str, ...]:
         """Names of the scalars that come with each push, in order."""
         average = ("average_momentum", "overwrite") if AVERAGE in dict(self.slots) else ()
-        return ("iteration", "learning_rate", *SCALARS.get(self.rule, ()), *average)
+        weight = (WEIGHT,) if MEAN in dict(self.constants) else ()
+        return ("iteration", "learning_rate", *SCALARS.get(self.rule, ()), *average, *weight)
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +131,8 @@ class StepScalars:
 def difference(names: Sequence[str], ours: StepScalars, theirs: StepScalars) -> str | None:
     """Says in what two ranks' scalars of one step differ, beyond rounding; None if they do not."""
     for name, mine, other in zip(names, ours.values, theirs.values, strict=True):
+        if name == WEIGHT:
+            continue
         same = mine == other or (math.isnan(mine) and math.isnan(other))
         if not same and (name in ("iteration", "overwrite") or not math.isclose(mine, other, rel_tol=1e-5)):
             return f"{name} {mine:g} and {other:g}"

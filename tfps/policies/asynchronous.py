@@ -69,7 +69,7 @@ class Asynchronous(Independent):
             counter, every = batch_counter(optimizer), optimizer.gradient_accumulation_steps or 1
             own = int(counter.numpy())
             # The mean of the workers' steps is what each takes in mode "sync". What is accumulated stays as far.
-            mean = round(self.barrier(own) / self._strategy.num_workers)
+            mean = round(self.barrier(own))
             counter.assign(mean + (own - mean) % every)
             optimizer = getattr(optimizer, "inner_optimizer", None)
 
@@ -141,13 +141,13 @@ class Asynchronous(Independent):
             raise WaitTimeoutError(f"updates under way did not end within {timeout_s:.0f} s")
         self._runtime.exchange.peers.quiesce()
 
-    def barrier(self, number: int = 0) -> int:
-        """Waits for all ranks; returns the sum of their numbers."""
+    def barrier(self, number: int = 0) -> float:
+        """Waits for all ranks; returns the mean of their numbers."""
         if self.together:
             return number
-        total = AllReduce(self._runtime, "barrier", [], np.int64)(np.array(number))
+        total, ranks = AllReduce(self._runtime, "barrier", [], np.int64).of_ranks(np.array(number))
         self._barriers += 1
-        return int(total)
+        return int(total) / len(ranks)
 
     def synchronize(self) -> None:
         """Gives all ranks the parameters as all gradients so far have left them; every rank must call it."""

@@ -50,6 +50,7 @@ class DiLoCo(Independent):
         super().__init__(runtime, config)
         self.remote_parameters = True
         self._numbers = itertools.count()
+        self.exchanged: dict[int, tuple[weakref.ref[OuterOptimizer], int]] = {}  # by bucket, with the fragment
         self._known: weakref.WeakSet[OuterOptimizer] = weakref.WeakSet()
         self._of_optimizers: weakref.WeakKeyDictionary[Optimizer, OuterOptimizer] = weakref.WeakKeyDictionary()
         # By unique id, those that have a global copy.
@@ -69,6 +70,14 @@ class DiLoCo(Independent):
                     found._meet()
 
             runtime.declared.before = before
+
+            def awaited(bucket: int, step: int) -> None:
+                if (found := policy()) is not None and bucket in found.exchanged:
+                    outer, fragment = found.exchanged[bucket]
+                    if (known := outer()) is not None:
+                        known.note_awaited(fragment, step)
+
+            runtime.exchange.peers.on_awaited = awaited
 
     def stepping(self) -> Stepping:
         config = self._config
@@ -187,6 +196,17 @@ class DiLoCo(Independent):
 
         Returns the outer optimizers that all ranks still have: when one is collected depends on the rank.
         """
+        with self._meeting():
+            return self._barrier()
+
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[None]:
+        with contextlib.ExitStack() as meetings:
+            for each in self._exchanged():
+                meetings.enter_context(each.meeting())
+            yield
+
+    def _barrier(self) -> list[OuterOptimizer]:
         self._meet()
         known = self._exchanged()
         self._check_counted(known)
@@ -202,13 +222,14 @@ class DiLoCo(Independent):
         try:
             with tf.init_scope():
                 bucket = self._said.declare()
-                own = {str(each.job_number): each.steps for each in known}
+                own = {str(each.job_number): each.position() for each in known}
                 said = list(map(json.loads, self._said(json.dumps(own).encode(), make_up).values()))
                 self._barriers += 1
-                common = [each for each in known if all(str(each.job_number) in steps for steps in said)]
+                common = [each for each in known if all(str(each.job_number) in positions for positions in said)]
                 for each in common:
                     number = str(each.job_number)
-                    each.catch_up(max(steps[number] for steps in said), trained=own[number] > each.last_barrier)
+                    trained = own[number][0] > each.last_barrier
+                    each.catch_up([positions[number] for positions in said], trained=trained)
         except (WaitTimeoutError, WorkerLostError, MismatchError) as error:
             raise type(error)(
                 "workers meet at the end of each epoch of fit, at its end, and in strategy.synchronize(), which every "
@@ -232,8 +253,9 @@ class DiLoCo(Independent):
                 raise error
 
     def synchronize(self) -> None:
-        for each in self.barrier():
-            each.end_round()
+        with self._meeting():
+            for each in self._barrier():
+                each.end_round()
 
     def _exchanged(self) -> list[OuterOptimizer]:
         """Those that may have exchanged anything, in an order that all ranks share."""

@@ -15,17 +15,20 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfps.compression import NONE
 from tfps.config import Config
 from tfps.errors import ConfigError, UnsupportedError
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.update_spec import UpdateSpec
+from tfps.exchange.rules import Floats
+from tfps.exchange.update_spec import MEAN, UpdateSpec
 from tfps.graph import ops as graph_ops
-from tfps.graph.ops import HOST
+from tfps.graph.ops import HOST, Gate
 from tfps.graph.tf_private import ResourceVariable, control_flow_free, distribute_lib, ops
 from tfps.graph.timestamps import Timestamps, now_after
+from tfps.policies.quorum import Latecomer
 from tfps.policies.remote_optimizers import RemoteBucket
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.runtime.runtime import Runtime
@@ -75,11 +78,24 @@ class OuterOptimizer(RemoteRule):
         # Of each fragment, once it was traced: number, declaration and variables (unique ids) of its buckets.
         self._buckets: list[list[tuple[int, BucketSpec, list[str]]]] = [[] for _ in self._fragments]
         self._functions: dict[tuple[str, int], Function] = {}
+        self._ended = 0  # after how many steps a round has last been ended, by all ranks
+        self._latecomer: Latecomer | None = None
+        self._pushed_early: set[int] = set()  # fragments, where workers meet
+        self._unfinished: set[int] = set()  # fragments of which some worker then has steps that are in no exchange
+        if config.quorum < 1 and self._runtime.exchange.view.workers > 1:
+            count = len(self._fragments)
+            self._latecomer = Latecomer(self._runtime.exchange, config.grace_s, count, self._settled, self._base)
         with tf.init_scope(), tf.device(HOST):
             # For each replica: its inner steps so far, and after how many of them the last round has been ended.
             self._states = [
                 ResourceVariable(tf.zeros([2], tf.int64), trainable=False, name="tfps_inner_steps")
                 for _ in range(len(strategy.extended.worker_devices))
+            ]
+            # With a quorum, for each replica and fragment: its steps since it has last pushed, and how often it has.
+            self._counts = [
+                ResourceVariable(tf.zeros([2, len(self._fragments)], tf.int64), trainable=False, name="tfps_pushes")
+                for _ in self._states
+                if self._latecomer is not None
             ]
 
     # The rule.
@@ -87,7 +103,7 @@ class OuterOptimizer(RemoteRule):
     def spec(self, variables: Sequence[GatedVariable]) -> UpdateSpec:
         return UpdateSpec(
             "sgd",
-            (("momentum", self._momentum), ("nesterov", 1.0)),
+            (("momentum", self._momentum), ("nesterov", 1.0), (MEAN, 1.0)),
             (("momentum", 0.0),) if self._momentum else (),
             tuple(int(variable.shape.num_elements()) for variable in variables),
             (False,) * len(variables),
@@ -109,7 +125,7 @@ class OuterOptimizer(RemoteRule):
 
     def begin_round(self, steps: int) -> None:
         """Notes that all ranks have made so many `steps` and have the global parameters."""
-        self.last_barrier = steps
+        self.last_barrier = self._ended = steps
         for state in self._states:
             state.assign([steps, steps])
 
@@ -159,6 +175,9 @@ class OuterOptimizer(RemoteRule):
             # A step that finds the end of the data does not count.
             with tf.control_dependencies(self._scheduler.inputs(graph)):
                 state.assign_add([1, 0], read_value=False)
+                if self._counts:
+                    more = [[1] * len(self._fragments), [0] * len(self._fragments)]
+                    self._counts[replica].assign_add(more, read_value=False)
             step, ended = tf.unstack(state.read_value())
         mixed: list[tf.Tensor] = []
         for fragment in range(len(self._fragments)):
@@ -205,7 +224,14 @@ class OuterOptimizer(RemoteRule):
         graph, exchange = ops.get_default_graph(), self._runtime.exchange
         with tf.device(HOST):
             number = tf.cast((step + self._offsets[fragment]) // self._every, tf.float64)
-            scalars = tf.stack([number, tf.constant(self._learning_rate, tf.float64)])
+            weight = tf.constant(1.0, tf.float64)
+            if self._counts:
+                counts, this = self._counts[replica], tf.one_hot(fragment, len(self._fragments), dtype=tf.int64)
+                since, pushes = tf.unstack(counts.read_value())
+                weight = tf.cast(since[fragment], tf.float64) / self._every
+                counts.assign(tf.stack([since * (1 - this), pushes + this]))
+                number = tf.zeros([], tf.float64)  # ranks count their steps apart
+            scalars = tf.stack([number, tf.constant(self._learning_rate, tf.float64), weight])
         if self.job_number is None:
             self.job_number = next(self._numbers)
         reduction = Reduction(len(self._fragments[fragment]))
@@ -215,6 +241,8 @@ class OuterOptimizer(RemoteRule):
             own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
             with tf.device(own.device):
                 change = (shared.read_value() - own.read_value()) / tf.cast(exchange.view.workers, own.dtype)
+                if self._counts:
+                    change *= tf.cast(weight, own.dtype)
             gated, codec = self._gated(variable), self._scheduler.compressing.codec(variable)
             order[gated._unique_id] = first_use.get(variable._unique_id, len(first_use))
             reduced = Reduced(change, change, reduction)
@@ -225,6 +253,8 @@ class OuterOptimizer(RemoteRule):
         buckets = [RemoteBucket(updates, graph, replica, order) for updates in fused]
         numbers = self._scheduler.emit(buckets, graph, replica, timed=False)
         self._buckets[fragment] = [(number, bucket.spec, bucket.ids) for bucket, number in numbers.items()]
+        for bucket in numbers.values():
+            self._strategy.extended.policy.exchanged[bucket] = weakref.ref(self), fragment
 
     def _mix(self, fragment: int, replica: int, own_share: float) -> list[tf.Tensor]:
         """Emits the mixture of own and global parameters; returns when the wait for these begins and ends."""
@@ -255,23 +285,36 @@ class OuterOptimizer(RemoteRule):
                     if due:
                         self._run("push", fragment, step)
 
-    def catch_up(self, target: int, *, trained: bool) -> None:
+    def position(self) -> list[int]:
+        """What ranks compare where they meet: steps; with a quorum, of each fragment exchanges and steps since."""
+        if self._latecomer is None:
+            return [self.steps]
+        exchanges = [self._exchanges(fragment) for fragment in range(len(self._fragments))]
+        return [self.steps, *exchanges, *self._counts[0].numpy()[0].tolist()]
+
+    def catch_up(self, positions: Sequence[Sequence[int]], *, trained: bool) -> None:
         """Goes on to the step of the rank that has made most; `trained`: whether this one has made any."""
+        target = max(steps for steps, *_ in positions)
         if target > self.last_barrier and not trained:
             for graph in (ref() for ref in self._graphs):
                 if graph is not None:
                     self._strategy.extended.combiner.run_elsewhere(graph)
-        self.advance(target)
+        if self._latecomer is None:
+            self.advance(target)
+        else:
+            self._join_others(self._latecomer, target, positions)
         self.last_barrier = target
 
     def make_up(self) -> bool:
         """Makes this worker's part of its next exchange if another rank waits for it; returns whether it did."""
         if self.job_number is None:
             return False
+        if self._latecomer is not None:
+            made = [self._push_if_awaited(self._latecomer, fragment) for fragment in range(len(self._fragments))]
+            return any(made)
         steps = self.steps
         wait, fragment = min((-(steps + 1 + offset) % self._every, n) for n, offset in enumerate(self._offsets))
-        gates = [gate for variable in self._fragments[fragment] for gate in self._gated(variable).gates]
-        if any(gate.closed for gate in gates):
+        if any(gate.closed for gate in self._gates(fragment)):
             return False  # its last exchange is under way: others may still wait for that one
         if not self._runtime.exchange.peers.is_awaited(self._buckets[fragment][0][0]):
             return False
@@ -281,7 +324,7 @@ class OuterOptimizer(RemoteRule):
     def end_round(self) -> None:
         """Exchanges what was trained since the last exchange; all ranks must have the same `steps`."""
         steps, ended = self._states[0].numpy().tolist()
-        if steps == ended:
+        if steps == self._ended:
             return
         end = -(-steps // self._every) * self._every
         with tf.init_scope():
@@ -289,11 +332,106 @@ class OuterOptimizer(RemoteRule):
                 since = (steps + offset) % self._every  # its last exchange
                 if self._overlap and since < self._overlap and steps - since > ended:
                     self._run("mix", fragment, steps)
-                if self._overlap or since:
+                if (self._overlap or since) if self._latecomer is None else fragment in self._unfinished:
                     self._run("push", fragment, end)
-            for fragment in range(len(self._fragments)) if self._overlap else ():
+            for fragment in range(len(self._fragments)) if self._overlap or self._latecomer else ():
                 self._run("take", fragment, end)
             self.begin_round(end)
+
+    # With a quorum.
+
+    def _gates(self, fragment: int) -> list[Gate]:
+        return [gate for variable in self._fragments[fragment] for gate in self._gated(variable).gates]
+
+    def _exchanges(self, fragment: int) -> int:
+        """In how many exchanges of a fragment this worker has taken part, maybe with nothing."""
+        skipped = self._latecomer.skipped[fragment] if self._latecomer else 0
+        return int(self._counts[0].numpy()[1, fragment]) + skipped
+
+    def _settled(self, fragment: int) -> bool:
+        return not any(gate.wait() for gate in self._gates(fragment))
+
+    def _held(self, bucket: int) -> tuple[BucketSpec, list[GatedVariable]]:
+        """The declaration and the variables of a bucket."""
+        gated = {self._gated(variable)._unique_id: variable for variable in self.variables}
+        return next(
+            (spec, [gated[each] for each in ids])
+            for buckets in self._buckets
+            for number, spec, ids in buckets
+            if number == bucket
+        )
+
+    def _base(self, bucket: int) -> Floats | None:
+        spec, variables = self._held(bucket)
+        if spec.codec is None:
+            return None
+        return np.concatenate([copy_of(each)._values[0].numpy().reshape(-1) for each in variables])
+
+    def note_awaited(self, fragment: int, step: int) -> None:
+        """Notes that a quorum waits for this worker's push of a fragment; must be short."""
+        if self._latecomer is not None:
+            self._latecomer.note_awaited(fragment, [number for number, _, _ in self._buckets[fragment]], step)
+
+    def replied(self, bucket: int) -> None:
+        if self._latecomer is not None and (newest := self._latecomer.newest(bucket)) is not None:
+            spec, _ = self._held(bucket)
+            if spec.codec is not None:  # a change comes, of what the others have
+                self._renew(bucket, newest, moves=False)
+
+    def _renew(self, bucket: int, newest: Floats, *, moves: bool) -> None:
+        """Assigns global parameters; `moves`: the worker's own ones keep their distance from them."""
+        begin = 0
+        for variable in self._held(bucket)[1]:
+            shape = variable.shape.as_list()
+            end = begin + int(np.prod(shape, dtype=np.int64))
+            value, begin = newest[begin:end].reshape(shape), end
+            for own, shared in zip(variable._values, copy_of(variable)._values, strict=True):
+                if moves:
+                    own.assign_add(value - shared.numpy())
+                shared.assign(value)
+
+    def meeting(self) -> contextlib.AbstractContextManager[None]:
+        """In the block this worker takes part in all exchanges that others begin."""
+        return contextlib.nullcontext() if self._latecomer is None else self._latecomer.meeting()
+
+    def _push_if_awaited(self, latecomer: Latecomer, fragment: int) -> bool:
+        if latecomer.busy or any(gate.closed for gate in self._gates(fragment)):
+            return False  # its last exchange is under way: others may still wait for that one
+        if not self._runtime.exchange.peers.is_awaited(self._buckets[fragment][0][0]):
+            return False
+        self._push_early(fragment)
+        return True
+
+    def _push_early(self, fragment: int) -> None:
+        """Pushes what there is of a fragment that is not due yet."""
+        self._run("push", fragment, self.steps)
+        self._pushed_early.add(fragment)
+
+    def _join_others(self, latecomer: Latecomer, target: int, positions: Sequence[Sequence[int]]) -> None:
+        """Takes part in as many exchanges as the rank that has in most, and goes on to step `target`."""
+        self._unfinished.clear()
+        with tf.init_scope():
+            for fragment in range(len(self._fragments)):
+                said = [(each[1 + fragment], each[1 + fragment + len(self._fragments)]) for each in positions]
+                count = max(said)[0]
+                if any(exchanges == count and since for exchanges, since in said):
+                    self._unfinished.add(fragment)
+                for _ in range(self._exchanges(fragment), count):
+                    self._push_early(fragment)
+            steps, ended = self._states[0].numpy().tolist()
+            for fragment, buckets in enumerate(self._buckets):
+                since = (steps + self._offsets[fragment]) % self._every
+                if self._overlap and fragment in self._pushed_early:
+                    self._run("take", fragment, steps)
+                elif since < self._overlap and steps - since > ended:
+                    self._run("mix", fragment, steps)
+                self._settled(fragment)
+                for bucket, _, _ in buckets:
+                    if (newest := latecomer.newest(bucket)) is not None:
+                        self._renew(bucket, newest, moves=True)
+            self._pushed_early.clear()
+            for state in self._states:
+                state.assign([target, target])  # nothing of before is due any more
 
     def _run(self, what: str, fragment: int, step: int) -> None:
         self._function(what, fragment)(tf.constant(step, tf.int64))

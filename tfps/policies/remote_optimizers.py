@@ -58,7 +58,7 @@ class RemoteBucket(PlannedBucket):
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
         pieces, apart = pieces_of(self.held, self.rule), self._policy.hands_out
         brings = functools.partial(bring, runtime.exchange, number, pieces, ahead=self._changes, apart=apart)
-        return RemoteUpdate(number, self.spec, messages, group, brings)
+        return RemoteUpdate(number, self.spec, messages, group, brings, weakref.WeakMethod(self.rule.replied))
 
     def _update(self, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
         written: list[list[tf.Operation]] = []

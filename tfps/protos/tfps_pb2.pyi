@@ -396,11 +396,12 @@ class RestRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "rejoin_timeout_s", "slice_bytes", "staleness", "update", "window_bytes"]
+    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "staleness", "update", "window_bytes"]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     DELAY_COMPENSATION_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -410,6 +411,7 @@ class Settings(_message.Message):
     OWN_SHARE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
     REJOIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SLICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
@@ -419,6 +421,7 @@ class Settings(_message.Message):
     delay_compensation: float
     deterministic: bool
     fragments: int
+    grace_s: float
     inner_steps: int
     min_workers: int
     mode: str
@@ -428,12 +431,13 @@ class Settings(_message.Message):
     own_share: float
     placement: str
     policy: str
+    quorum: float
     rejoin_timeout_s: float
     slice_bytes: int
     staleness: int
     update: str
     window_bytes: int
-    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., rejoin_timeout_s: _Optional[float] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ...) -> None: ...
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., rejoin_timeout_s: _Optional[float] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., quorum: _Optional[float] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ["fd", "host", "secret"]

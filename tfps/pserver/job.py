@@ -29,7 +29,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
-from tfps.pserver.slices import Answer, Late, Push
+from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, SumSlice
 from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
@@ -349,7 +349,8 @@ class Job:
             self.fail(
                 WorkerLostError(
                     f"{workers - len(lost)} of {workers} workers are left, fewer than min_workers={least}, and no "
-                    f"other has joined within {config.rejoin_timeout_s:.3g} s (rejoin_timeout_s): {'; '.join(lost.values())}"
+                    f"other has joined within {config.rejoin_timeout_s:.3g} s (rejoin_timeout_s): "
+                    f"{'; '.join(lost.values())}"
                 )
             )
 
@@ -408,11 +409,13 @@ class Job:
         with self._changed:
             view = self._membership.view
             self._shard.set_view(view)
-            items = [(item, bucket.next) for bucket in self._shard.buckets for item in bucket.slices.values()]
+            buckets = list(enumerate(self._shard.buckets))
             self._changed.notify_all()
         try:
-            for item, upcoming in items:
-                self._send(item.change_view(view, upcoming))
+            for number, bucket in buckets:
+                for index, item in list(bucket.slices.items()):
+                    self._send(item.change_view(view, bucket.next))
+                    self._hurry(number, item, index)
         except TfpsError as error:
             self.fail(error)
         self._release()
@@ -608,10 +611,19 @@ class Job:
         member.wait_s += wait_ns / 1e9  # only its stream's thread writes both
         if answers:
             self._send(answers)
+        self._hurry(header.bucket, item, header.index)
         if self._some_left and (late := item.late(self._membership.gone())) is not None:
             self._fail_left(late, bucket.spec.name)
         elif isinstance(item, AsyncSlice):
             self._check_assigned(item, self._shard.bound.quiesced(), bucket.spec.name)
+
+    def _hurry(self, bucket: int, item: OwnedSlice, index: int) -> None:
+        """Tells ranks for which a quorum waits; the owner of a bucket's first slice does."""
+        if (quorum := self._shard.config.quorum) < 1 and index == 0 and isinstance(item, SumSlice):
+            step, late = item.awaited(quorum)
+            frame = frames.encode(Header(Kind.AWAITED, bucket=bucket, step=step))
+            for queue in [self._queues[rank] for rank in late if rank in self._queues]:
+                queue.put_urgent(frame)
 
     def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
         """Takes the SCALARS that come before the slices of a push."""

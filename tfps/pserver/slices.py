@@ -14,7 +14,8 @@ from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.codecs import Floats
 from tfps.exchange.layout import cut
 from tfps.exchange.parameter_shard import Delta, ParameterShard
-from tfps.exchange.update_spec import StepScalars, UpdateSpec, difference
+from tfps.exchange.rules import flushed
+from tfps.exchange.update_spec import WEIGHT, StepScalars, UpdateSpec, difference
 from tfps.membership.view import RankSets, View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
@@ -24,6 +25,7 @@ from tfps.wire.send_queue import Encoding
 from tfps.wire.shared_memory import Target
 
 _NOTHING = memoryview(b"")
+_ROUNDING = 1e-6  # of a quorum times a number of workers
 
 
 class Push(NamedTuple):
@@ -202,6 +204,15 @@ class SumSlice(RoundSlice):
         answers.append(Answer([rank for rank in ranks if rank not in targets], header, payload))
         return answers
 
+    def awaited(self, quorum: float) -> tuple[int, list[int]]:
+        """The ranks that have not pushed once a `quorum` has, and the step; nobody while ranks assign values."""
+        with self.lock:
+            step, arrived = self.round.step, len(self.round.arrived)
+            enough = arrived and arrived >= quorum * len(self.round.view.ranks) - _ROUNDING
+            if not enough or self.round.whole or self._scalars is None or self._scalars.marked(step):
+                return step, []
+            return step, self.round.missing()
+
     def _sum(self, last: bool) -> tuple[memoryview | Encoding, int]:
         """The sum and its flags: whole (not encoded), without a residual, if ranks collect theirs or it is the last."""
         whole, contributed = self.round.whole, self.round.contributed
@@ -230,7 +241,12 @@ class SumSlice(RoundSlice):
             )
         self._writer = self.round.view.ranks[0]
         parameters.take_put()
-        updated = parameters.update(self.round.finish(), scalars)
+        share = step_scalars.share(self.round.arrived, self.round.view.workers)
+        total = self.round.finish()
+        if share != 1.0:
+            with flushed(), np.errstate(all="ignore"):
+                total = np.multiply(np.frombuffer(total, np.float32), np.float32(share)).view(np.uint8).data
+        updated = parameters.update(total, scalars)
         if self._codec is None:
             return updated, 0
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the view.
@@ -289,6 +305,20 @@ class RoundScalars:
                     )
             self._by_rank[rank] = scalars
         return None
+
+    def share(self, ranks: Collection[int], workers: int) -> float:
+        """By what the sum of the current step is multiplied, if it has the pushes of `ranks`; see `MEAN`."""
+        if WEIGHT not in self.spec.scalars:
+            return 1.0
+        place = self.spec.scalars.index(WEIGHT)
+        with self._lock:
+            weight = sum(scalars.values[place] for rank, scalars in self._by_rank.items() if rank in ranks)
+        return workers / weight if weight else 1.0
+
+    def marked(self, step: int) -> bool:
+        """Whether the values that ranks have assigned come with `step`."""
+        with self._lock:
+            return step == self._step and any(scalars.mark for scalars in self._by_rank.values())
 
     def skip(self, step: int) -> None:
         """Notes that `step` is over and was none of training: it had no scalars."""

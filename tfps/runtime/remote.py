@@ -12,6 +12,7 @@ import abc
 import itertools
 import math
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,9 @@ class RemoteRule(abc.ABC):
     def slots(self, variable: Variable) -> Sequence[RemoteSlot]:
         """The slots of `variable`, in the order of the spec."""
 
+    def replied(self, bucket: int) -> None:  # noqa: B027  # most rules need nothing
+        """Called before the reply to a push of `bucket` is assigned."""
+
     def __call__(self, variable: Variable, *_: Value) -> None:
         raise UnsupportedError(f"variable {variable.name!r} is updated by pservers, not by this worker")
 
@@ -233,14 +237,20 @@ def _write(exchange: Exchange, bucket: int, writes: list[tuple[int, int, Array]]
 class RemoteUpdate(DeferredUpdate):
     """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are step scalars.
 
-    `brings` is `bring` with all but the scalars.
+    `brings` is `bring` with all but the scalars; `replied`: see `RemoteRule`.
     """
 
     def __init__(
-        self, bucket: int, spec: BucketSpec, messages: int, group: Group, brings: Callable[[Sequence[float]], bytes]
+        self,
+        bucket: int,
+        spec: BucketSpec,
+        messages: int,
+        group: Group,
+        brings: Callable[[Sequence[float]], bytes],
+        replied: weakref.WeakMethod[Callable[[int], None]],
     ) -> None:
         super().__init__(bucket, spec, messages, group)
-        self._brings = brings
+        self._brings, self._replied = brings, replied
 
     def collect(self, *message: tf.Tensor) -> Pushed | None:
         if (collected := super().collect(*message)) is None:
@@ -248,3 +258,8 @@ class RemoteUpdate(DeferredUpdate):
         number, data, indices = collected
         self.step_scalars = self._brings(np.frombuffer(memoryview(indices), np.float64).tolist())
         return number, data, _NO_BYTES
+
+    def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+        if (replied := self._replied()) is not None:
+            replied(self.bucket)
+        super().finish(graph_run, data, indices)

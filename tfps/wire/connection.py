@@ -41,6 +41,11 @@ class Receiver(Protocol):
         """Takes a LAYOUT, TRACE, RANKS or LOST, which only workers get, or SCALARS, which only pservers get."""
 
 
+_NOTICES = frozenset(
+    (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS, Kind.RANKS, Kind.LOST, Kind.ADMITTED, Kind.READY, Kind.AWAITED)
+)
+
+
 def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
     """Dispatches an incoming frame: of kind `data` to `receiver`, receipts to `queue`; an error is returned."""
     if header.kind == data:
@@ -55,7 +60,7 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
         queue.acked(header.received)
     elif header.kind == Kind.BEAT:
         pass
-    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS, Kind.RANKS, Kind.LOST, Kind.READY, Kind.ADMITTED):
+    elif header.kind in _NOTICES:
         receiver.notice(header, payload)
     elif header.kind == Kind.ERROR:
         return frames.decode_error(header, payload)

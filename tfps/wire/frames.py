@@ -42,6 +42,7 @@ class Kind(enum.IntEnum):
     LOST = 11
     ADMITTED = 12
     READY = 13
+    AWAITED = 14
 
 
 class Header(NamedTuple):
@@ -49,7 +50,7 @@ class Header(NamedTuple):
 
     An ACK uses only `received`, an ERROR `index` (a code), a TRACE `step` (number of the capture) and `index` (1
     begins, 0 ends), SCALARS `bucket` and `step`, RANKS `generation`, LOST `index` (a rank), ADMITTED
-    `index` (how many of its ranks took part before), other notices none.
+    `index` (how many of its ranks took part before), AWAITED `bucket` and `step`, other notices none.
     """
 
     kind: int

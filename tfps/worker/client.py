@@ -63,6 +63,7 @@ class PserverClient:
         self.membership = Membership(rank, View.first(1, len(pservers)), incarnation="")
         self._config, self._buckets, self._failures = config, buckets, failures
         self._declarations = 0  # so far
+        self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None  # see Peers
 
     @property
     def _me(self) -> dict[str, Argument]:

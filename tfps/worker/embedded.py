@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class EmbeddedExchange:
         self._failures = FailureState()
         self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
         self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None
         self.captures = ProcessCaptures(recorder or Recorder(), lambda: self.specs, self._failures.check)
 
     @property
@@ -148,6 +149,9 @@ class EmbeddedExchange:
 
     def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
         return None
+
+    def skip(self, buckets: Sequence[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:
+        return False
 
     # Peers: there are none
 

@@ -77,8 +77,7 @@ class Losses:
             missing, total = sum(loss.missing_bytes for loss in own if loss.step == step), sum(x.nbytes for x in own)
             counted = 100 * (1 - missing / total) if total else 100
             logger.warning(
-                "tfps: step %d is the first that lacks pushes of rank %d; its rows, if it still had any, counted for "
-                "%.0f %% of the gradient",
+                "tfps: step %d is the first that lacks pushes of rank %d; what it had pushed of it counted for %.0f %%",
                 step,
                 rank,
                 counted,

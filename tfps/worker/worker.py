@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -468,6 +469,9 @@ class Worker:
             if self.newcomer is not None:
                 self.newcomer.tell_admitted(pserver, decode_ranks(payload)[: header.index])
             return
+        if header.kind == Kind.AWAITED:
+            self._client.on_awaited(header.bucket, header.step)
+            return
         if header.kind == Kind.LOST:
             level = logging.DEBUG if header.step else logging.WARNING  # its program has ended as others' soon do
             self._lost(pserver, header.index, bytes(payload).decode("utf-8", "replace"), level)
@@ -505,6 +509,18 @@ class Worker:
                 self._start_next(bucket, target)
         if end is not None:
             push.on_reply(Reply(error=end))
+
+    def skip(self, buckets: Sequence[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:
+        targets = [(number, interface.declared(self._buckets, number)) for number in sorted(buckets)]
+        with contextlib.ExitStack() as locks:
+            for _, target in targets:
+                locks.enter_context(target.lock)
+            if self._failures.end or any(target.steps != step or target.waiting for _, target in targets):
+                return False
+            for number, target in targets:
+                target.waiting.append(Push(None, functools.partial(on_reply, number)))
+                self._start_next(number, target)
+        return True
 
     def _start_next(self, number: int, bucket: PushedBucket) -> None:
         """Sends the oldest waiting push if none is outstanding. Caller holds the bucket's lock."""

@@ -1,0 +1,44 @@
+"""Worker: trains in mode "async" with batches that are handed out, and saves what it had after each epoch.
+
+handed_out.py FILE EPOCHS      with FAULT in the environment as for local.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import faults
+import keras
+import local_training
+
+import tfps
+from tfps.types import Array, Logs
+
+if __name__ == "__main__":
+    file, epochs = sys.argv[1:]
+    faulty, *fault = json.loads(os.environ["FAULT"])
+    if faulty == int(os.environ["TFPS_RANK"]):
+        faults.fail_at(*fault)
+    strategy = tfps.Strategy()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = local_training.model()
+        model.compile(keras.optimizers.SGD(0.01), local_training.loss())
+    found: list[tuple[list[Array], int, int]] = []  # after each epoch: weights, mean steps so far, own batches
+    batches: list[int] = []
+
+    def end_epoch(epoch: int, logs: Logs) -> None:
+        found.append((model.get_weights(), int(model.optimizer.iterations.numpy()), len(batches)))
+        batches.clear()
+
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batches.append(batch), on_epoch_end=end_epoch
+    )
+    x, y = local_training.rows(0, 60)
+    model.fit(x, y, batch_size=3 * local_training.ROWS, epochs=int(epochs), callbacks=[count], verbose=0)
+    Path(file).write_bytes(pickle.dumps(found))
+    strategy.close()
