@@ -22,8 +22,9 @@ from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import server
 from tfps.pserver.async_slice import AsyncSlice
+from tfps.pserver.counters import ErrorCounts
 from tfps.pserver.guard import parse
-from tfps.pserver.job import ErrorCounts, Job, Session
+from tfps.pserver.job import Job, Session
 from tfps.pserver.slices import GatherSlice, RoundScalars, RoundSlice
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument

@@ -13,7 +13,8 @@ from tfps.config import MAX_SLICE_BYTES
 from tfps.errors import ClosedError, ConnectError, ProtocolError, WorkerLostError
 from tfps.membership.members import Applicant, first_difference
 from tfps.membership.view import View
-from tfps.pserver.job import Counters, ErrorCounts, Job, Session
+from tfps.pserver.counters import Counters, ErrorCounts
+from tfps.pserver.job import Job, Session
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import PULL, PUSH
 from tfps.wire.frames import Header, Kind

@@ -182,7 +182,7 @@ def test_a_worker_that_fails_leaves_the_others_to_go_on(cluster: Cluster) -> Non
 
 
 def test_a_silent_worker_is_lost_and_learns_it_when_it_wakes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfps.pserver.job.SILENT_S", 1.5)  # else the test takes longer
+    monkeypatch.setattr("tfps.pserver.elastic.SILENT_S", 1.5)  # else the test takes longer
     lost = Job(cluster)  # who speaks by hand sends no heartbeats
     pending = [push(worker, GRADIENT, ONES) for worker in lost.workers]
     for each in pending:

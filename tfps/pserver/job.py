@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tfps.config import MAX_SLICE_BYTES, Config
 from tfps.errors import (
@@ -27,6 +24,8 @@ from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, 
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.async_slice import AsyncSlice
+from tfps.pserver.counters import Counters, ErrorCounts
+from tfps.pserver.elastic import Declaration, Elastic, Joined
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, SumSlice
@@ -34,49 +33,20 @@ from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import BrokenConnectionError, Receiver, not_expected
-from tfps.wire.control import PULL, PUSH, bucket_message, layout_message
+from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
-from tfps.wire.send_queue import SILENT_S, Encoding, Outgoing, SendQueue, put_in_all
+from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
 from tfps.wire.shared_memory import Attached, Place, Target
 
 logger = logging.getLogger("tfps")
 _SHOWN = 1000  # characters of an error in the log
-_MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a dataset takes one
-_MAX_NAME = 256
 
 
-@dataclass(slots=True)
-class Declaration:
-    lines: dict[int, list[str]] = field(default_factory=dict)
-    specs: Sequence[BucketSpec] = ()
-    agreed: bool = False
-    for_newcomers: Sequence[str] = ()  # the details of one without buckets
-
-
-@dataclass(slots=True)
-class Admission:
-    """Candidates that are about to take part, and the ranks that have agreed."""
-
-    candidates: frozenset[int]
-    called: set[int] = field(default_factory=set)
-    before: Sequence[int] = ()  # who took part until it was over
-    present: Sequence[int] = ()  # and from then on
-    over: bool = False
-
-
-class Joined(NamedTuple):
-    """What a worker is told that has joined."""
-
-    rank: int
-    shared_memory: bool
-    candidate: bool
-    present: Sequence[int]
-
-
-class Job:
+class Job(Elastic):
     """All a pserver knows of one job; any thread. A failure ends it for all members: calls raise it from then on."""
 
     def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
+        super().__init__()
         self._recorder, self._errors, self._max_memory = recorder, errors, max_memory
         self.recording = Recording(recorder)
         self.counters = Counters(lambda: self._membership.view)
@@ -87,11 +57,6 @@ class Job:
         self._memory: dict[int, Attached] = {}  # of the members that share theirs
         self._ends: dict[int, Callable[[], object]] = {}  # end the push streams
         self._declarations: list[Declaration] = []
-        self._layouts: list[Layout] = []  # as tuned
-        self._admission: Admission | None = None  # under way
-        self._few_since_s: float | None = None  # since when fewer than min_workers have been left
-        self._beats = False  # whether it has a heartbeat
-        self._training = 0  # that members have said they are in
         self._failure: TfpsError | None = None
         self._some_left = False  # whether any member is gone
 
@@ -127,11 +92,6 @@ class Job:
         """Waits while some have left and others not: a script may train again while slower workers finish a job."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
-
-    @property
-    def begun(self) -> bool:
-        """Whether all workers have joined: others are candidates."""
-        return bool(self._declarations) and self._declarations[0].agreed
 
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Joined:
         """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
@@ -243,206 +203,6 @@ class Job:
         member.ended += ended
         if lost or member.ended >= len(member.streams):  # none of its frames can come any more, or count
             self._memory.pop(member.rank, None)
-
-    # Without a lost worker (Config.min_workers)
-
-    def check_present(self, rank: int, uid: str) -> None:
-        """Raises WorkerLostError if the others went on without worker `uid` of `rank`, which may not know that."""
-        with self._changed:
-            members = self._membership
-            member = members.members.get(rank)
-            if member is not None and uid not in ("", member.applicant.uid):
-                raise WorkerLostError(f"the other workers went on without this one: {member} has its place")
-            if rank in members.lost and member is None:
-                raise WorkerLostError(f"the other workers went on without this one: {members.lost[rank]}")
-
-    def is_current(self, rank: int, queue: SendQueue) -> bool:
-        """Whether `queue` is that of `rank`: not of a worker that has been lost, whose last frames may come later."""
-        return self._queues.get(rank) is queue
-
-    def may_put(self, rank: int) -> bool:
-        """Whether `rank` may be the first of those that are left, as far as it and this pserver know."""
-        return rank == 0 or (self._shard.config.min_workers is not None and rank in self._membership.view.ranks)
-
-    def declared(self) -> dict[str, object]:
-        """See DeclaredReply."""
-        with self._changed:
-            self._raise_failure()
-            agreed = [each for each in self._declarations if each.agreed]
-            return {
-                "declarations": len(agreed),
-                "buckets": [bucket_message(bucket.spec) for bucket in self._shard.buckets],
-                "lines": [line for each in agreed for line in each.for_newcomers],
-                "layouts": [layout_message(layout) for layout in self._layouts],
-                "steps": [bucket.steps for bucket in self._shard.buckets],
-            }
-
-    def ready(self, rank: int, training: int) -> dict[str, object]:
-        """The candidates that are ready, as `rank` is from now on if it is one; see ReadyRequest."""
-        with self._changed:
-            self._raise_failure()
-            members = self._membership
-            if rank in members.view.ranks:
-                self._training = training
-            elif rank in members.members and members.members[rank].ready != training:
-                members.members[rank].ready = training
-                self._announce(Header(Kind.READY))
-            return {"candidates": members.candidates(training), "training": self._training}
-
-    def admit(self, rank: int, candidates: Collection[int], timeout_s: float) -> dict[str, object]:
-        """Returns who takes part once all ranks of the view have called it; see AdmitRequest."""
-        with self._changed:
-            self._raise_failure()
-            admission = self._admission = self._admission or Admission(frozenset(candidates))
-            if admission.candidates != frozenset(candidates):
-                raise ProtocolError(
-                    f"all ranks must admit the same candidates, got {sorted(candidates)} from rank {rank}, others "
-                    f"{sorted(admission.candidates)}"
-                )
-            admission.called.add(rank)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._admitted(admission) or self._failure is not None, timeout_s)
-            self._raise_failure()
-            if not admission.over:
-                admission.called.discard(rank)
-                names = ", ".join(map(self._membership.describe, set(self._membership.view.ranks) - admission.called))
-                raise WaitTimeoutError(f"not come to the boundary at which others may join: {names}")
-            return {"before": admission.before, "present": admission.present}
-
-    def _admitted(self, admission: Admission) -> bool:
-        if admission.over or not admission.called >= set(self._membership.view.ranks):
-            return admission.over
-        members, admission.before = self._membership.members, self._membership.view.ranks
-        here = [r for r in admission.candidates if r in members and members[r].state is State.STREAMING]
-        if here:
-            self._membership.admit(here)
-            view = self._membership.view
-            self._shard.set_view(view)
-            for _, item in self._shard.slices():
-                item.change_view(view)  # nothing is under way
-            for rank in here:
-                self._log(f"goes on with {len(view.ranks)} workers: {members[rank]} takes part")
-        admission.present = self._membership.view.ranks
-        # In the same stream as what tells of losses before and after, so that all come in their order.
-        frame = frames.encode_admitted(admission.before, admission.present)
-        for rank in admission.present:
-            if rank in self._queues:
-                self._queues[rank].put_urgent(frame)
-        admission.over, self._admission = True, None
-        self._changed.notify_all()
-        return True
-
-    def _goes_on(self, fewer: int = 0) -> bool:
-        """Whether the job goes on with so many workers `fewer`, at least for a while; see `_wait_for_others`."""
-        return self._shard.config.min_workers is not None and len(self._membership.view.ranks) > fewer
-
-    def _wait_for_others(self) -> None:
-        """Ends the job if fewer than `min_workers` are left and others have not joined in time."""
-        config, lost = self._shard.config, self._membership.lost
-        workers, least = self._membership.view.workers, config.min_workers or 0
-        if workers - len(lost) >= least:
-            self._few_since_s = None
-            return
-        now_s = time.monotonic()
-        self._few_since_s = since_s = now_s if self._few_since_s is None else self._few_since_s
-        if now_s - since_s >= config.rejoin_timeout_s:
-            self.fail(
-                WorkerLostError(
-                    f"{workers - len(lost)} of {workers} workers are left, fewer than min_workers={least}, and no "
-                    f"other has joined within {config.rejoin_timeout_s:.3g} s (rejoin_timeout_s): "
-                    f"{'; '.join(lost.values())}"
-                )
-            )
-
-    def _lose(self, rank: int, why: str) -> bool:
-        """Takes `rank` out and lets the others go on, if the job can; else returns False."""
-        with self._changed:
-            member = self._membership.members.get(rank)
-            if member is None or member.state is State.GONE or self._failure is not None:
-                return False
-            if rank not in self._membership.view.ranks:
-                self._drop_candidate(rank, why)
-                return True
-            if not self._goes_on(1):
-                return False
-            self._membership.lose(rank, why)
-            self._memory.pop(rank, None)
-            queue, end = self._queues.pop(rank), self._ends.pop(rank, None)
-            if not self._begun_elsewhere and not self.begun:
-                self._membership.view = View.first(self._membership.view.workers, len(self._membership.view.pservers))
-                self._log(f"has not begun: {member} {why}; another worker may join in its place")
-            else:
-                self._log(f"goes on with {len(self._membership.view.ranks)} workers: {member} {why}")
-                self._announce(Header(Kind.LOST, index=rank), f"{member} {why}".encode())
-            if ended := self.recording.gone(rank):
-                self._announce(Header(Kind.TRACE, step=ended))
-        queue.fail(WorkerLostError(f"the other workers went on without this one: {member} {why}"))
-        if end is not None:
-            end()
-        self._shard.bound.quiesce(rank, gone=True)
-        self._change_view()
-        return True
-
-    @property
-    def _begun_elsewhere(self) -> bool:
-        """Whether the first pserver has seen all ranks join: only then do they declare anything on the others."""
-        return bool(self._shard.index and self._declarations)
-
-    def _begin_without_missing(self) -> None:
-        """The first pserver has seen all ranks join; those that are not here have been lost since, and do not come."""
-        for rank in set(self._membership.view.ranks).difference(self._membership.members):
-            if self._goes_on(1):
-                self._membership.part(rank)
-                self._membership.lost[rank] = f"rank {rank} was lost as the job began"
-                self._log(f"begins with {len(self._membership.view.ranks)} workers: {self._membership.lost[rank]}")
-        self._shard.set_view(self._membership.view)
-
-    def _drop_candidate(self, rank: int, why: str) -> None:
-        self._log(f"has a candidate less: {self._membership.members.pop(rank)} {why}")
-        self._memory.pop(rank, None)
-        self._ends.pop(rank, lambda: None)()
-        self._queues.pop(rank).fail(WorkerLostError(f"this candidate {why}"))
-        self._changed.notify_all()
-
-    def _change_view(self) -> None:
-        """Lets what waits go on with the ranks of the view."""
-        with self._changed:
-            view = self._membership.view
-            self._shard.set_view(view)
-            buckets = list(enumerate(self._shard.buckets))
-            self._changed.notify_all()
-        try:
-            for number, bucket in buckets:
-                for index, item in list(bucket.slices.items()):
-                    self._send(item.change_view(view, bucket.next))
-                    self._hurry(number, item, index)
-        except TfpsError as error:
-            self.fail(error)
-        self._release()
-
-    def _tell_set(self, number: int, ranks: Collection[int]) -> None:
-        """Tells all workers what a number in replies means: called within a slice's lock, so it takes no other."""
-        frame = frames.encode_ranks(number, ranks)
-        for queue in list(self._queues.values()):
-            queue.put_urgent(frame)
-
-    def _beat(self, late: bool) -> bool:
-        """Sends a heartbeat to every worker, and loses those that are silent, unless this process was `late`."""
-        if self._shard.config.min_workers is None:  # other workers have come, before anybody began
-            return not self.over
-        with self._changed:
-            queues = {rank: queue for rank, queue in self._queues.items() if rank in self._membership.members}
-        silent = []
-        for rank, queue in queues.items():
-            queue.put_urgent(frames.BEAT)
-            silent_s = queue.silent_s(renew=late)
-            if silent_s > SILENT_S and self._membership.members[rank].state is State.STREAMING:
-                silent.append((rank, f"has been silent for {silent_s:.1f} s"))
-        for rank, why in silent:
-            if not self._lose(rank, why) and self._failure is None and rank in self._membership.members:
-                self.fail(WorkerLostError(f"{self._membership.describe(rank)} {why}"))
-        self._wait_for_others()
-        return not self.over
 
     def fail(self, error: TfpsError) -> None:
         """Fails the job: every member's streams end with `error`. Only the first error counts."""
@@ -801,47 +561,3 @@ class Session:
     def ended(self) -> None:
         """A direction has ended, for whatever reason."""
         self._job.stream_ended(self.rank, self.queue)
-
-
-class Counters:
-    """Numbers that ranks draw, each once: each rank's first is its place in the view, then they count up from there."""
-
-    def __init__(self, view: Callable[[], View]) -> None:
-        self._view, self._lock = view, threading.Lock()
-        # By name, in the order of last use: the ranks that have no first yet and those, the next number.
-        self._drawn: dict[str, tuple[dict[int, int], int]] = {}
-
-    def fetch_add(self, name: str, rank: int) -> int:
-        view = self._view()
-        if rank not in view.ranks or len(name) > _MAX_NAME:
-            raise ProtocolError(
-                f"a number must be drawn by one of the {len(view.ranks)} ranks, from a counter whose name has at "
-                f"most {_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
-            )
-        with self._lock:
-            firsts, following = self._drawn.pop(
-                name, ({r: place for place, r in enumerate(view.ranks)}, len(view.ranks))
-            )
-            if len(self._drawn) == _MAX_COUNTERS:
-                del self._drawn[next(iter(self._drawn))]
-            number = firsts.pop(rank, following)
-            following += number == following
-            self._drawn[name] = firsts, following
-            return number
-
-
-class ErrorCounts:
-    """Counts errors by place and class; any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _counts
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    def add(self, where: str, error: Exception) -> None:
-        with self._lock:
-            self._counts[where, type(error).__name__] += 1
-
-    def all(self) -> list[pb.ErrorCount]:
-        with self._lock:
-            counts = sorted(self._counts.items())
-        return [pb.ErrorCount(where=where, error=error, count=count) for (where, error), count in counts]

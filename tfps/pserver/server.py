@@ -28,9 +28,10 @@ from tfps.exchange.parameter_shard import ParameterShard
 from tfps.membership.members import Applicant
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.counters import ErrorCounts
 from tfps.pserver.data_port import DataPort
 from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen
-from tfps.pserver.job import ErrorCounts, Job, Session
+from tfps.pserver.job import Job, Session
 from tfps.pserver.slices import OwnedSlice
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
