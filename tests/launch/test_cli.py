@@ -182,7 +182,7 @@ def test_a_worker_that_is_lost_starts_again_while_the_others_go_on(write_script:
     result = launch("--workers", 3, "--min-workers", 2, "--restart", 1, script, tmp_path, "1.1")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "worker 1 was killed by SIGKILL" in result.stderr
-    assert "it starts again (0 times more)" in result.stderr
+    assert "it starts again (restarts left: 0)" in result.stderr
     assert result.stdout.count("min 2") == 3
 
 

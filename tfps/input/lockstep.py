@@ -300,16 +300,16 @@ class Lockstep:
             verdict.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
             verdict.ranks = ranks
             progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
-            few = len(ranks) < self.runtime.exchange.joining.least
+            joining = self.runtime.exchange.joining
+            few = len(ranks) < joining.least and not joining.candidate
             if (joins.any() or few) and verdict.all_have and self.admits:
                 self._pause = progress, position
             self._advance(progress)
         if few and not self.admits:
-            least = self.runtime.exchange.joining.least
             self.runtime.exchange.fail(
                 WorkerLostError(
-                    f"{len(ranks)} workers are left, fewer than min_workers={least}, and others may join in model.fit "
-                    "only, with steps_per_execution=1"
+                    f"{len(ranks)} workers are left, fewer than min_workers={joining.least}, and others may join in "
+                    "model.fit only, with steps_per_execution=1"
                 )
             )
 

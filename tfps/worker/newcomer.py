@@ -85,9 +85,9 @@ class Newcomer:
         if len(self._admitted) == self._pservers:
             self.admitted.set()
 
-    def wait(self, timeout_s: float) -> None:
-        if not self.admitted.wait(timeout_s):
-            raise WaitTimeoutError(
-                f"rank {self._rank}: the other workers have come to no place in a training where it could join "
-                f"within {timeout_s:.3g} s; TFPS_REJOIN_TIMEOUT_S (rejoin_timeout_s) sets how long it waits"
-            )
+    def overdue(self, limit_s: float) -> WaitTimeoutError:
+        """The error of having waited so long."""
+        return WaitTimeoutError(
+            f"rank {self._rank}: the other workers have come to no place in a training where it could join "
+            f"within {limit_s:.3g} s; TFPS_REJOIN_TIMEOUT_S (rejoin_timeout_s) sets how long it waits"
+        )

@@ -260,7 +260,7 @@ class Worker:
             if self._client.ready(training).training > training:
                 return None
             if time.monotonic() > deadline_s:
-                newcomer.wait(0.0)
+                raise newcomer.overdue(self.config.rejoin_timeout_s)
         self._learn()
         replies = newcomer.replies()
         with self._declaring:
