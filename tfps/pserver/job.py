@@ -43,6 +43,7 @@ logger = logging.getLogger("tfps")
 _SHOWN = 1000  # characters of an error in the log
 _MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a dataset takes one
 _MAX_NAME = 256
+_NOTICED_S = 2.0  # by then it is noticed that a worker has been silent for too long
 
 
 @dataclass(slots=True)
@@ -125,6 +126,19 @@ class Job:
         """Waits while some have left and others not: a script may train again while slower workers finish a job."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
+
+    def wait_for_place(self, applicant: Applicant, timeout_s: float) -> None:
+        """Waits while another worker has its rank in a job that goes on without lost ones: it may just be silent."""
+        rank, members = applicant.rank, self._membership.members
+        with self._changed:
+            if rank is None or not self.begun or self._shard.config.min_workers is None:
+                return
+
+            def is_free() -> bool:
+                member = members.get(rank)
+                return member is None or member.applicant.uid == applicant.uid or self._failure is not None
+
+            self._changed.wait_for(is_free, min(timeout_s, SILENT_S + _NOTICED_S))
 
     @property
     def begun(self) -> bool:
