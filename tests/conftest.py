@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest begin, so that all processes of the suite (tools/test.sh) end together.
 _LONGEST = (
-    *("test_load.py", "test_fuzz_server.py"),
+    *("test_load.py", "test_chaos.py", "test_fuzz_server.py"),
     *("test_rows.py", "test_programs.py", "test_exactness.py", "test_fuzz_programs.py", "test_remote_bucket.py"),
     *("test_semantics.py", "test_remote_updates.py", "test_local_programs.py", "test_divergence.py", "test_workers.py"),
     *("test_combinations.py", "test_machine.py", "test_strategy.py", "test_failures.py", "test_async.py"),

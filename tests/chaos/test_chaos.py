@@ -212,7 +212,7 @@ class Run:
         self.children[rank, number] = Child(rank, number, life, process, stops - bool(life.wakes))
 
     def __call__(self) -> None:
-        """Runs all processes to their ends: each begins when the one before it is lost."""
+        """Runs all processes to their ends: each begins when the one before it has ended, or stands still for ever."""
         for rank in range(WORKERS):
             self._start(rank, 0)
         deadline_s = time.monotonic() + RUN_S
@@ -225,20 +225,24 @@ class Run:
 
     def _look(self, child: Child) -> None:
         successor = (child.rank, child.number + 1)
-        if child.look(0.02):
+        is_next = False
+        if not child.look(0.02):
+            child.stopped_s = None
+        else:
             child.stopped_s = child.stopped_s or time.monotonic()
-            if child.pauses:
-                if time.monotonic() - child.stopped_s > PAUSE_S:
-                    child.pauses -= 1
-                    child.wake()
+            if time.monotonic() - child.stopped_s < PAUSE_S:
                 return
+            if child.pauses:
+                child.pauses -= 1
+                child.wake()
+                return
+            is_next = child.life.wakes == "after"  # it waits until this one is lost
             child.lost = child.lost or not self._takes_part(child.rank)
             after = self.children.get(successor)
             has_other = after is not None and (after.code is not None or self._takes_part(child.rank))
             is_last = child.number + 1 == len(self.plan.lives[child.rank])
             if child.lost and (child.life.wakes == "before" or is_last or has_other):
                 child.wake()
-        is_next = child.lost and child.life.wakes == "after"
         if (
             (child.code is not None or is_next)
             and successor not in self.children

@@ -13,7 +13,7 @@ import pytest
 from jobs import Cluster, Failed, RawWorker, bucket, poll, push, summed, together
 
 from tfps.config import Config
-from tfps.errors import WorkerLostError
+from tfps.errors import ConnectError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument
 from tfps.wire.control import bucket_message
@@ -162,3 +162,27 @@ def test_who_dies_between_the_pservers_as_the_job_begins_is_lost_on_all(cluster:
     for each in waiting:
         each.join()
     assert [list(each.status().present) for each in (first, second)] == [[0, 1]] * 2
+
+
+def test_who_comes_before_its_silent_predecessor_is_lost_waits_for_its_place(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.job.SILENT_S", 2.5)  # else the test takes longer
+    server = cluster.pserver(2)
+
+    def member(rank: int) -> Worker | RawWorker:
+        if rank == 0:
+            return cluster.worker([server.address], rank, config=GOES_ON)
+        return cluster.raw(server.address, rank, config=GOES_ON).open().declare()  # it sends no heartbeats
+
+    together(functools.partial(member, 0), functools.partial(member, 1))
+    assert cluster.worker([server.address], 1, config=GOES_ON).candidate
+    assert "has been silent for" in server.status().lost[0]
+
+
+def test_two_workers_of_one_rank_are_refused_where_both_live(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfps.pserver.job.SILENT_S", 2.5)
+    server = cluster.pserver(2)
+    cluster.workers([server.address], 2, config=GOES_ON)
+    with pytest.raises(ConnectError, match="two workers have rank 1"):
+        cluster.worker([server.address], 1, config=GOES_ON)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tfps.errors import ProtocolError, TfpsError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
-from tfps.membership.members import Members, State
+from tfps.membership.members import Applicant, Members, State
 from tfps.membership.view import View
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import Shard
@@ -25,6 +25,8 @@ from tfps.wire.control import bucket_message, layout_message
 from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import SILENT_S, SendQueue
 from tfps.wire.shared_memory import Attached
+
+_NOTICED_S = 2.0  # by then it is noticed that a worker has been silent for too long
 
 
 @dataclass(slots=True)
@@ -115,6 +117,19 @@ class Elastic(abc.ABC):
     def may_put(self, rank: int) -> bool:
         """Whether `rank` may be the first of those that are left, as far as it and this pserver know."""
         return rank == 0 or (self._shard.config.min_workers is not None and rank in self._membership.view.ranks)
+
+    def wait_for_place(self, applicant: Applicant, timeout_s: float) -> None:
+        """Waits while another worker has its rank in a job that goes on without lost ones: it may just be silent."""
+        rank, members = applicant.rank, self._membership.members
+        with self._changed:
+            if rank is None or not self.begun or self._shard.config.min_workers is None:
+                return
+
+            def is_free() -> bool:
+                member = members.get(rank)
+                return member is None or member.applicant.uid == applicant.uid or self._failure is not None
+
+            self._changed.wait_for(is_free, min(timeout_s, SILENT_S + _NOTICED_S))
 
     def declared(self) -> dict[str, object]:
         """See DeclaredReply."""

@@ -206,7 +206,7 @@ class ParameterServer:
             settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
             **{name: getattr(request, name) for name in _OF_APPLICANT},
         )
-        self._wait_for_end(context)
+        self._wait_for_end(context, applicant)
         with self._lock:
             if self.stopped:
                 raise ConnectError("the pserver is stopping")
@@ -228,14 +228,16 @@ class ParameterServer:
                 data_port=self._data_port,
             )
 
-    def _wait_for_end(self, context: grpc.ServicerContext) -> None:
-        """Waits, while a job ends, for as long as a Join may."""
+    def _wait_for_end(self, context: grpc.ServicerContext, applicant: Applicant) -> None:
+        """Waits, while a job ends, or for the place of a worker that seems to be lost, for as long as a Join may."""
         if not self._joining.acquire(blocking=False):
             raise ConnectError("too many workers wait for the end of this pserver's job")
         try:
             with self._lock:
                 job = self._job
-            job.wait_over(min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S))
+            limit_s = min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S)
+            job.wait_over(limit_s)
+            job.wait_for_place(applicant, limit_s)
         finally:
             self._joining.release()
 
