@@ -249,7 +249,7 @@ class Worker(Part):
                 raise Pending(is_source) from None
 
         exchange = types.SimpleNamespace(view=ALL, rank=self.rank)
-        runtime = types.SimpleNamespace(exchange=exchange, source=self.source, sources=None)
+        runtime = types.SimpleNamespace(exchange=exchange, source=self.source, sources=range(3))
         try:
             found = from_source(cast("Runtime", runtime), ask)
         except Pending as pending:

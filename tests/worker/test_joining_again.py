@@ -167,7 +167,7 @@ def test_who_dies_between_the_pservers_as_the_job_begins_is_lost_on_all(cluster:
 def test_who_comes_before_its_silent_predecessor_is_lost_waits_for_its_place(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfps.pserver.job.SILENT_S", 2.5)  # else the test takes longer
+    monkeypatch.setattr("tfps.pserver.elastic.SILENT_S", 2.5)  # else the test takes longer
     server = cluster.pserver(2)
 
     def member(rank: int) -> Worker | RawWorker:
@@ -177,11 +177,11 @@ def test_who_comes_before_its_silent_predecessor_is_lost_waits_for_its_place(
 
     together(functools.partial(member, 0), functools.partial(member, 1))
     assert cluster.worker([server.address], 1, config=GOES_ON).candidate
-    assert "has been silent for" in server.status().lost[0]
+    assert "has been silent for" in server.status().changes[0]
 
 
 def test_two_workers_of_one_rank_are_refused_where_both_live(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfps.pserver.job.SILENT_S", 2.5)
+    monkeypatch.setattr("tfps.pserver.elastic.SILENT_S", 2.5)
     server = cluster.pserver(2)
     cluster.workers([server.address], 2, config=GOES_ON)
     with pytest.raises(ConnectError, match="two workers have rank 1"):
