@@ -43,7 +43,7 @@ logger = logging.getLogger("tfps")
 _SHOWN = 1000  # characters of an error in the log
 _MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a dataset takes one
 _MAX_NAME = 256
-_NOTICED_S = 2.0  # by then it is noticed that a worker has been silent for too long
+_NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too long, also on a busy machine
 
 
 @dataclass(slots=True)
