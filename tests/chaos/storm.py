@@ -151,6 +151,7 @@ def plain(folder: Path) -> None:
     divided = [ranks for _, ranks in sorted(batches.items())]
     weights = lossy.without("adam" if "adam" in kind else "sgd", steps, divided, names, lacking)
     (folder / "plain.pickle").write_bytes(pickle.dumps(weights))
+    assert {step for step, *_ in slices} == set(range(len(steps)))
     lost = {(step, rank) for (step, *_), ranks in slices.items() for rank in divided[step] if rank not in ranks}
     (folder / "summary.json").write_text(json.dumps({"divided": divided, "lost": sorted(lost)}))
 

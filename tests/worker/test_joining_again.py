@@ -181,7 +181,7 @@ def test_who_comes_before_its_silent_predecessor_is_lost_waits_for_its_place(
 
 
 def test_two_workers_of_one_rank_are_refused_where_both_live(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfps.pserver.elastic.SILENT_S", 2.5)
+    monkeypatch.setattr("tfps.pserver.elastic._NOTICED_S", 0.5)
     server = cluster.pserver(2)
     cluster.workers([server.address], 2, config=GOES_ON)
     with pytest.raises(ConnectError, match="two workers have rank 1"):

@@ -26,7 +26,7 @@ from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import SILENT_S, SendQueue
 from tfps.wire.shared_memory import Attached
 
-_NOTICED_S = 2.0  # by then it is noticed that a worker has been silent for too long
+_NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too long, also on a busy machine
 
 
 @dataclass(slots=True)
