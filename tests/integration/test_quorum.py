@@ -39,7 +39,8 @@ def by_hand(weights: Weights, settings: Settings, rounds: list[dict[int, int]]) 
         for rank, steps in members.items():
             for _ in range(workers[rank]._step, steps):
                 workers[rank].step()
-        steps_made = {rank: steps - last[rank] for rank, steps in members.items()}
+        # Who is at the end of its data, and waits there, counts as if it had trained on.
+        steps_made = {rank: max(steps - last[rank], settings.inner_steps) for rank, steps in members.items()}
         for place, exact in enumerate(shared):
             changes = [(bases[rank][place] - workers[rank].weights[place]) * made for rank, made in steps_made.items()]
             mean = sum(changes) / sum(steps_made.values())

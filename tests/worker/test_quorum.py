@@ -79,11 +79,10 @@ def test_a_rank_that_is_lost_is_not_in_the_mean(cluster: Cluster, lost: int) -> 
 QUORUM: dict[str, Argument] = {"mode": "local", "quorum": 2 / 3}
 
 
-class Told(Pending):
+class Told:
     """What a worker hears of a quorum that waits for it."""
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__()
         self.all: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         worker.peers.on_awaited = lambda *what: self.all.put(what)
 

@@ -228,7 +228,8 @@ class OuterOptimizer(RemoteRule):
             if self._counts:
                 counts, this = self._counts[replica], tf.one_hot(fragment, len(self._fragments), dtype=tf.int64)
                 since, pushes = tf.unstack(counts.read_value())
-                weight = tf.cast(since[fragment], tf.float64) / self._every
+                # Who has none where workers meet counts as without a quorum, or one that still trains would move all.
+                weight = tf.cast(tf.maximum(since[fragment], self._every), tf.float64) / self._every
                 counts.assign(tf.stack([since * (1 - this), pushes + this]))
                 number = tf.zeros([], tf.float64)  # ranks count their steps apart
             scalars = tf.stack([number, tf.constant(self._learning_rate, tf.float64), weight])
