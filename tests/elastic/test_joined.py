@@ -32,7 +32,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SOME = ("after an epoch, shuffled", "within an epoch", "too few are left")  # in the quick suite
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in SOME else pytest.mark.long) for case in CASES])
 def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, case: str) -> None:
     kind, lost, after = CASES[case]
     addresses = cluster.pservers(2, 3)

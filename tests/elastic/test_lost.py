@@ -16,6 +16,7 @@ import faults
 import numpy as np
 import processes
 import pytest
+from _pytest.mark import ParameterSet
 from jobs import Cluster
 
 from tfps.types import Argument, Json
@@ -116,7 +117,10 @@ CASES: dict[str, tuple[str, dict[int, tuple[Argument, ...]], dict[str, str]]] = 
 }
 
 
-@pytest.mark.parametrize("point", ["in an update", "before a push", "in an announcement"])
+@pytest.mark.parametrize(
+    "point",
+    ["in an update", *(pytest.param(p, marks=pytest.mark.long) for p in ("before a push", "in an announcement"))],
+)
 def test_a_worker_that_gets_sigterm_ends_its_step_and_no_row_is_lost(
     cluster: Cluster, tmp_path: Path, point: faults.Point
 ) -> None:
@@ -131,7 +135,21 @@ def test_a_worker_that_gets_sigterm_ends_its_step_and_no_row_is_lost(
     assert "left at step" in job.outputs[0]
 
 
-@pytest.mark.parametrize("case", CASES)
+SOME = (  # in the quick suite; each of the others differs in one thing
+    "rank 0, between two slices",
+    "in an announcement",
+    "two at once",
+    "update on the server",
+    "with two devices",
+    "stopped",
+)
+
+
+def _case(name: str) -> ParameterSet:
+    return pytest.param(name, marks=() if name in SOME else pytest.mark.long)
+
+
+@pytest.mark.parametrize("case", list(map(_case, CASES)))
 def test_a_worker_is_lost(cluster: Cluster, tmp_path: Path, case: str) -> None:
     kind, faults_of, more = CASES[case]
     job = trained(cluster, tmp_path, kind, faults_of, more)
