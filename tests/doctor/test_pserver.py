@@ -34,7 +34,7 @@ from tfps.doctor.pserver import (
     unreached,
 )
 from tfps.doctor.report import Check
-from tfps.errors import PserverLostError
+from tfps.errors import PserverLostError, TfpsError
 from tfps.launch.cluster_spec import Cluster as Places
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.server import ParameterServer
@@ -369,6 +369,19 @@ def test_a_job_that_runs_is_a_warning_and_is_not_measured(cluster: Cluster) -> N
     assert found["job"].text == "has a job (running, 1 of 1 workers)"
     assert found["bandwidth"].status == "skipped"
     still_sums(worker)
+
+
+def test_a_job_that_has_gone_on_without_a_worker_says_which_and_why(cluster: Cluster) -> None:
+    server = cluster.pserver(2)
+    config = settings("", transport="tcp", min_workers=1)
+    workers = cluster.workers([server.address], 2, config=config)
+    workers[1].fail(TfpsError("the disk is full"))
+    jobs.poll(lambda: server.status().generation == 2)
+    found = visited(server.address, client())["job"]
+    assert "; view 2, 1 take part; latest change: view 2: rank 1" in found.text
+    assert "the disk is full" in found.text
+    assert "1 workers of it were lost" in found.advice
+    assert (found.values["generation"], found.values["lost_workers"], found.values["joined_workers"]) == (2, 1, 0)
 
 
 def test_a_job_that_begins_meanwhile_is_no_fault_of_the_network(cluster: Cluster) -> None:

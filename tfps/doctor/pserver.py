@@ -310,7 +310,10 @@ class Visit:
     def _look_at_job(self, job: pb.StatusReply, reply: pb.ProbeReply) -> Check:
         self.busy, self._members, cluster = job.state in _BUSY, job.members, self._client.cluster
         here = sum(member.state != "gone" for member in job.members)
-        values = {"state": job.state, "workers": reply.workers, "members": here, "name": reply.job}
+        values = {
+            **{"state": job.state, "workers": reply.workers, "members": here, "name": reply.job},
+            **{"generation": job.generation, "lost_workers": job.lost_workers, "joined_workers": job.joined_workers},
+        }
         if cluster.workers and cluster.workers != reply.workers:
             text = f"started for {reply.workers} workers, this host expects {cluster.workers}"
             advice = f"{text}: start pserver and workers with the same number (--workers, TFPS_WORKERS)"
@@ -322,6 +325,9 @@ class Visit:
         if job.state in ("running", "ending"):
             text = f"has a job ({job.state}, {here} of {reply.workers} workers)"
             advice = f"{text}: another one waits for its end, or needs pservers of its own"
+            if job.changes:
+                text += f"; view {job.generation}, {len(job.present)} take part; latest change: {job.changes[-1]}"
+                advice += f". {job.lost_workers} workers of it were lost and {job.joined_workers} have joined"
             return Check("job", "warning", text, advice, "busy", values)
         text = f"{job.state}, {here} of {reply.workers} workers"
         if job.state == "failed":
