@@ -311,8 +311,13 @@ class Visit:
         self.busy, self._members, cluster = job.state in _BUSY, job.members, self._client.cluster
         here = sum(member.state != "gone" for member in job.members)
         values = {
-            **{"state": job.state, "workers": reply.workers, "members": here, "name": reply.job},
-            **{"generation": job.generation, "lost_workers": job.lost_workers, "joined_workers": job.joined_workers},
+            "state": job.state,
+            "workers": reply.workers,
+            "members": here,
+            "name": reply.job,
+            "generation": job.generation,
+            "lost_workers": job.lost_workers,
+            "joined_workers": job.joined_workers,
         }
         if cluster.workers and cluster.workers != reply.workers:
             text = f"started for {reply.workers} workers, this host expects {cluster.workers}"
