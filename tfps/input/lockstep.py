@@ -130,6 +130,7 @@ class Lockstep:
         self._rank = runtime.exchange.rank
         # Guards everything below and every IteratorProgress. Reentrant: a failing push calls `fail`.
         self._lock = threading.RLock()
+        self._announced = threading.Condition(self._lock)  # notified when nothing is owed any more, or it has failed
         self._iterators: weakref.WeakValueDictionary[int, IteratorProgress] = weakref.WeakValueDictionary()
         self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
         self.places = 0  # of iterators in lockstep so far
@@ -217,6 +218,11 @@ class Lockstep:
             self._advance(progress)
             if self._stopped is not None and (progress, position) in self._owed:
                 self._stopped.set()
+
+    def wait_announced(self, timeout_s: float) -> None:
+        """Waits until all is announced that the ranks have asked for: the end of an epoch, known a moment after it."""
+        with self._announced:
+            self._announced.wait_for(lambda: not self._owed or bool(self._failure), timeout_s)
 
     def stop_before_next_batch(self) -> threading.Event:
         """Announces no more batches; the event is set when the program has ended its step and waits for the next."""
@@ -337,11 +343,14 @@ class Lockstep:
             own = np.array([code, place, rows, first_batches.NOTHING if position else progress.first], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             self.said.push(own, functools.partial(self._decide, progress, position))
+        if not self._owed:
+            self._announced.notify_all()
 
     def fail(self, error: TfpsError | str) -> None:
         """Answers requests in lockstep with `error`, or with the one that came first."""
         with self._lock:
             self._failure = self._failure or (error if isinstance(error, str) else to_text(error))
+            self._announced.notify_all()
             for progress in list(self._iterators.values()):
                 self._advance(progress)
 

@@ -98,6 +98,8 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, epoch: int) -> None:
     if not (candidates := sorted({rank for each in said.values() for rank in json.loads(each)})):
         return
     extended.combiner.refresh()
+    # Those who join announce only what comes: what is over must be announced, and answered, before they take part.
+    extended.staging.lockstep.wait_announced(runtime.wait_s)
     runtime.settle(runtime.wait_s)
     if (source := joining.admit(candidates)) is not None:
         extended.align(source)
