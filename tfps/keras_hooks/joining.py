@@ -198,6 +198,7 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
         )
     packed = Broadcast(runtime, "arrays of callbacks")(lambda: _packed(arrays))
     extended.take_from_first_rank(variables)
+    extended.staging.take_firsts()  # one who joins has read others, and one who was alone compared none
     if joins:
         on = int(said["taken"] > 0)  # an iterator goes on, which is counted among these
         lockstep.places = said["iterators"] - on

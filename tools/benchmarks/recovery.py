@@ -33,7 +33,7 @@ from tools.benchmarks.common import Outcome, median
 LOSSES = {"worker": (2, signal.SIGKILL), "rank0": (0, signal.SIGKILL), "silent": (2, signal.SIGSTOP)}
 SIZES_MB = (50, 500)
 LAYERS, BATCH = 4, 12
-JOIN_STEPS = 4  # of an epoch
+JOIN_EPOCH_MB = 2000  # of variables in the steps of an epoch: a join opens the data once for each epoch that is over
 DEATH_UNITS, DEATH_STEPS, EVERY_S = 1024, 40, 60.0
 ANSWER_S = 600.0
 _TICK = threading.Event()
@@ -151,7 +151,8 @@ def _pauses(times: Sequence[tuple[int, int, float]]) -> dict[int, float]:
 def _joins(size_mb: int, count: int) -> list[dict[str, Json]]:
     with contextlib.ExitStack() as stack:
         units = int((size_mb * 1e6 / 4 / LAYERS) ** 0.5)
-        work = ["fit", "--units", str(units), "--steps", str(JOIN_STEPS)]
+        steps = JOIN_EPOCH_MB // size_mb
+        work = ["fit", "--units", str(units), "--steps", str(steps)]
         job = _Job(stack, 2, work, TFPS_MIN_WORKERS="1", TFPS_STEP_TIMEOUT_S="300")
         found: list[dict[str, Json]] = []
         _until(lambda: len(_pauses(job.times(0))) >= 2)
@@ -159,7 +160,7 @@ def _joins(size_mb: int, count: int) -> list[dict[str, Json]]:
             job.end(1)
             before = len(job.times(1))
             job.start_again(1)
-            _until(lambda start=before: len(job.times(1)) > start + JOIN_STEPS)  # type: ignore[misc]
+            _until(lambda start=before: len(job.times(1)) > start + steps)  # type: ignore[misc]
             epoch = job.times(1)[before][0]
             _until(lambda start=epoch: start + 1 in _pauses(job.times(0)))  # type: ignore[misc]
             pauses = _pauses(job.times(0))
