@@ -121,8 +121,7 @@ def train(folder: Path, task: Task) -> None:
     else:
         history = model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(lossy.BATCH), **more).history
     worker = cast(Worker, strategy._runtime.exchange)
-    found = {"weights": model.get_weights(), "ranks": worker.view.ranks, "history": history}
-    strategy.reduce("sum", tf.constant(1.0), axis=None)  # nobody leaves before all have seen who is there
+    found = {"weights": model.get_weights(), "ranks": worker.places, "history": history}
     strategy.close()
     (folder / f"rank{rank}-{task.number}.pickle").write_bytes(pickle.dumps(found))
 

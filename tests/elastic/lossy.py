@@ -149,7 +149,7 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
     worker = cast(Worker, strategy._runtime.exchange)
     found = {
         "weights": model.get_weights(),
-        "ranks": worker.view.ranks,
+        "ranks": worker.places,
         "divided": divided,
         "losses": [(loss.rank, loss.bucket, loss.step, loss.slices) for loss in worker._losses.found],
         "buckets": {

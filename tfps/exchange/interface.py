@@ -258,6 +258,8 @@ class Exchange(Protocol):
     @property
     def view(self) -> View: ...  # who takes part in the job now
     @property
+    def places(self) -> Sequence[int]: ...  # who does, and whose program has ended, as others' soon do
+    @property
     def info(self) -> Info: ...
     @property
     def state(self) -> State: ...

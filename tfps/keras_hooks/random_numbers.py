@@ -94,19 +94,19 @@ def _shuffle_arrays_alike(original: Function, arrays: Batches) -> tf.data.Datase
         number = count.assign_add(1, read_value=True)
         return tf.random.experimental.stateless_shuffle(value, tf.stack([tf.constant(seed, tf.int64), number]))
 
-    arrays._tfps_shuffles = count
+    arrays.tfps_shuffles = count
     with replaced(_Shared, "shuffle", shuffle_alike):
         return original(arrays)
 
 
 def shuffles(epochs: Batches) -> int:
     """How many orders the arrays of a training have had so far; 0 if it has none."""
-    return int(getattr(epochs.data_adapter, "_tfps_shuffles", 0))
+    return int(getattr(epochs.data_adapter, "tfps_shuffles", 0))
 
 
 def set_shuffles(epochs: Batches, number: int) -> None:
     """Makes the arrays of a training go on as those of another rank that have had so many orders."""
-    if (count := getattr(epochs.data_adapter, "_tfps_shuffles", None)) is not None:
+    if (count := getattr(epochs.data_adapter, "tfps_shuffles", None)) is not None:
         count.assign(number)
 
 

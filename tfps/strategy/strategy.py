@@ -173,13 +173,16 @@ class Strategy(BaseStrategy):
 
     @property
     def rank(self) -> int:
-        """This worker's place among those that take part, from 0. It may change if others are lost (`min_workers`)."""
-        return self._runtime.exchange.view.place(self._runtime.exchange.rank)
+        """This worker's place among those that take part, from 0. It may change if others are lost (`min_workers`).
+
+        It does not when others end: who asks for it after training gets one rank 0, as who asks before.
+        """
+        return self._runtime.exchange.places.index(self._runtime.exchange.rank)
 
     @property
     def num_workers(self) -> int:
         """How many workers train together now."""
-        return len(self._runtime.exchange.view.ranks)
+        return len(self._runtime.exchange.places)
 
     @property
     def pservers(self) -> tuple[str, ...]:

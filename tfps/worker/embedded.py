@@ -31,6 +31,7 @@ class EmbeddedExchange:
     """
 
     view = View.first(1)
+    places: Sequence[int] = view.ranks
     embedded = True
     run = ""
     slice_bytes = window_bytes = 0

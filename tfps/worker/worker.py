@@ -72,8 +72,9 @@ class Worker:
         self._failures = FailureState()
         self._buckets: list[PushedBucket] = []
         self._declaring = threading.Lock()  # serializes declarations
-        self._view_changed = threading.Condition()  # guards the view and the next two
+        self._view_changed = threading.Condition()  # guards the view and the next three
         self._present: list[set[int]] = []  # by pserver: who takes part, as it has told
+        self._ended: set[int] = set()  # who took part until the end of its program
         self._admissions: list[int] = []  # by pserver: how many it has told
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
@@ -130,6 +131,11 @@ class Worker:
     @property
     def view(self) -> View:
         return self._client.membership.view
+
+    @property
+    def places(self) -> Sequence[int]:
+        with self._view_changed:
+            return sorted({*self.view.ranks, *self._ended})
 
     @property
     def failure(self) -> TfpsError | None:
@@ -201,13 +207,16 @@ class Worker:
         self._losses.log()
         return self._failures.end is None
 
-    def _lost(self, pserver: int, rank: int, what: str, level: int) -> None:
+    def _lost(self, pserver: int, rank: int, what: str, *, ended: bool) -> None:
         """Goes on without `rank`, which `pserver` has lost; what other pservers say of it later has no effect."""
         with self._view_changed:
             self._present[pserver].discard(rank)
+            if ended:
+                self._ended.add(rank)
             if not self._agree_view():
                 return
         workers = len(self.view.ranks), self.view.workers
+        level = logging.DEBUG if ended else logging.WARNING  # others' programs soon end, too
         logger.log(level, "tfps: %s; the job goes on with %d of %d workers", what, *workers)
 
     def _agree_view(self) -> bool:
@@ -463,6 +472,7 @@ class Worker:
         if header.kind == Kind.ADMITTED:
             with self._view_changed:
                 self._present[pserver] = set(decode_ranks(payload))
+                self._ended -= self._present[pserver]
                 self._admissions[pserver] += 1
                 self._agree_view()
                 self._view_changed.notify_all()
@@ -473,8 +483,7 @@ class Worker:
             self._client.on_awaited(header.bucket, header.step)
             return
         if header.kind == Kind.LOST:
-            level = logging.DEBUG if header.step else logging.WARNING  # its program has ended as others' soon do
-            self._lost(pserver, header.index, bytes(payload).decode("utf-8", "replace"), level)
+            self._lost(pserver, header.index, bytes(payload).decode("utf-8", "replace"), ended=header.step > 0)
             return
         layout = layout_of(pb.Layout.FromString(bytes(payload)))
         self._cut_anew(layout)
