@@ -66,7 +66,8 @@ def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, case: str)
     assert found[lost]["divided"][-6:] == found[first]["divided"][-6:]
     if "few" in kind:
         assert "2 workers are left, fewer than min_workers=3: training waits" in text
-        assert {(0, 1, 2)} == set(found[first]["divided"][-21:])
+        # The step in flight, and up to two batches that were agreed on.
+        assert sum(ranks == (0, 2) for ranks in found[first]["divided"]) <= 3, found[first]["divided"]
     assert "takes part from now on, with 3 workers" in results[lost][1]
     if "arrays" in kind:
         histories = [json.loads((tmp_path / f"history{rank}.json").read_text()) for rank in range(3)]

@@ -100,12 +100,12 @@ class Case:
         spec, bucket = self.specs[number], self.job._shard.buckets[number]
         index, item = self.random.choice(sorted(bucket.slices.items(), key=lambda each: each[0]))
         if isinstance(item, AsyncSlice):
-            step = item._steps[rank]
+            step = item._steps.get(rank, 0)
         else:
             assert isinstance(item, RoundSlice)
             step = item.round.step
             if isinstance(item, GatherSlice):
-                index = len(item.round._pieces[rank])
+                index = len(item.round._pieces.get(rank, ()))  # none of a rank that has been lost
         scalars = bucket.scalars
         if spec.update is not None and scalars is not None:
             came = scalars._by_rank if isinstance(scalars, RoundScalars) else scalars._latest
@@ -152,7 +152,7 @@ class Case:
             data = self._request(name)
             self.sent += [f"{name} of", data]
             request: Argument = parse(name, data)
-            if name in ("Declare", "Collect"):
+            if name in ("Declare", "Collect", "Admit"):
                 request.timeout_s = 0.0  # a wait is not what is tested
             control.reply_type(name)(**server._JOB_CALLS[name](self.job, request) or {}).SerializeToString()
             return
