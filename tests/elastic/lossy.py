@@ -177,7 +177,8 @@ def plain(folder: Path, rank: str) -> None:
     def lacking(number: int, each: int, bucket: str) -> Iterator[tuple[int, int]]:
         step, indices = counted.get((each, bucket), (len(steps), ()))
         _, slices = found["buckets"][bucket]
-        if number > step and number // epoch == step // epoch:
+        stays = all(each in ranks for ranks in found["divided"][step : number + 1])  # else it has joined again
+        if number > step and stays and number // epoch == step // epoch:
             yield from slices  # others had agreed with it on the next batches already
         elif number == step:
             yield from (slices[index] for index in indices)
