@@ -67,6 +67,15 @@ def prepared(cluster: Cluster, *, begun: bool) -> Path:
     return folder
 
 
+def begun(cluster: Cluster, pservers: list[Pod], workers: list[Pod]) -> tuple[Path, list[Running], list[Running]]:
+    """The folder, the pservers and the workers of a job that has made its first steps."""
+    folder = prepared(cluster, begun=False)
+    serving = [cluster.start(each) for each in pservers]
+    first = [cluster.start(each) for each in workers]
+    pods.wait((folder / "begun").exists, "the first steps", first)
+    return folder, serving, first
+
+
 @pytest.mark.parametrize("form", ["job", "jobset", "tfjob", "runtime"])
 def test_what_is_written_trains_to_the_end(cluster: Cluster, form: str) -> None:
     pservers, workers = made_of({}, "--as", form)
@@ -109,11 +118,7 @@ def test_with_tls_workers_and_pservers_trust_only_each_other(cluster: Cluster, t
 def test_a_job_goes_on_after_one_of_its_workers_was_killed(cluster: Cluster) -> None:
     pservers, workers = made_of({})
     with cluster:
-        folder = prepared(cluster, begun=False)
-        for each in pservers:
-            cluster.start(each)
-        first = [cluster.start(each) for each in workers]
-        pods.wait((folder / "begun").exists, "the first steps", first)
+        folder, _, first = begun(cluster, pservers, workers)
         first[1].kill()
         pods.wait(lambda: first[0].process.poll() is not None, "the other worker")
         assert first[0].process.returncode != 0
@@ -123,10 +128,7 @@ def test_a_job_goes_on_after_one_of_its_workers_was_killed(cluster: Cluster) -> 
 def test_a_job_goes_on_after_a_pserver_came_back_with_another_address(cluster: Cluster) -> None:
     pservers, workers = made_of({})
     with cluster:
-        folder = prepared(cluster, begun=False)
-        serving = [cluster.start(each) for each in pservers]
-        first = [cluster.start(each) for each in workers]
-        pods.wait((folder / "begun").exists, "the first steps", first)
+        folder, serving, first = begun(cluster, pservers, workers)
         serving[0].kill()
         pods.wait(lambda: all(each.process.poll() is not None for each in first), "the workers")
         assert all(each.process.returncode != 0 for each in first)
@@ -140,11 +142,7 @@ def test_a_job_goes_on_after_a_pserver_came_back_with_another_address(cluster: C
 def test_a_killed_worker_joins_the_others_where_they_can_do_without_it(cluster: Cluster) -> None:
     pservers, workers = made_of({}, "--min-workers", "1")
     with cluster:
-        folder = prepared(cluster, begun=False)
-        for each in pservers:
-            cluster.start(each)
-        first = [cluster.start(each) for each in workers]
-        pods.wait((folder / "begun").exists, "the first steps", first)
+        _, _, first = begun(cluster, pservers, workers)
         first[1].kill()
         pods.wait(lambda: "goes on with 1 of 2 workers" in first[0].log(), "what the other worker says", first)
         again = cluster.start(workers[1])

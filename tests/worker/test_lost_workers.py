@@ -51,11 +51,6 @@ class Job:
         """Pushes by hand."""
         self.doomed.send(frames.encode(Header(Kind.PUSH, flags, bucket, index, 0, step), payload))
 
-    def arrived(self, count: int) -> None:
-        """Waits for so many pushes of the doomed one."""
-        rank = self._doomed
-        poll(lambda: self.server.status().members[rank].received_slices == count)
-
     def end_connections(self) -> None:
         if (data := getattr(self.doomed, "data", None)) is not None:
             data.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -63,7 +58,10 @@ class Job:
         else:
             self.doomed.pulling.cancel()
 
-    def die(self) -> None:
+    def die(self, after: int = 0) -> None:
+        """Ends the doomed one, `after` so many of its pushes have arrived."""
+        if after:
+            poll(lambda: self.server.status().members[self._doomed].received_slices == after)
         self.end_connections()
         poll(lambda: len(self.server.status().present) == 2)
 
@@ -83,8 +81,7 @@ def lost(cluster: Cluster, request: pytest.FixtureRequest) -> Job:
 def test_slices_that_had_come_whole_count_and_the_others_count_as_zero(lost: Job) -> None:
     pending = [push(worker, GRADIENT, ONES) for worker in lost.workers]
     lost.send(GRADIENT, 0, np.full(256, 10, np.float32).tobytes())
-    lost.arrived(1)
-    lost.die()
+    lost.die(after=1)
     for each in pending:
         assert summed(each.wait()).tolist() == [12.0] * 256 + [2.0] * 256
     assert lost.sums(GRADIENT, ONES, ONES) == [[2.0, 2.0]]
@@ -100,8 +97,7 @@ def test_a_frame_of_which_a_part_had_come_does_not_count(lost: Job) -> None:
 def test_what_is_no_gradient_has_a_lost_rank_in_all_of_it_or_in_nothing(lost: Job) -> None:
     pending = [push(worker, TOTAL, ONES) for worker in lost.workers]
     lost.send(TOTAL, 1, np.full(256, 10, np.float32).tobytes())
-    lost.arrived(1)
-    lost.die()
+    lost.die(after=1)
     for each in pending:
         reply = each.wait()
         assert summed(reply).tolist() == [2.0] * 512
@@ -113,8 +109,7 @@ def test_all_of_a_total_that_had_come_counts(lost: Job) -> None:
     pending = push(lost.workers[0], TOTAL, ONES)
     for index in (0, 1):
         lost.send(TOTAL, index, np.full(256, 10, np.float32).tobytes())
-    lost.arrived(2)
-    lost.die()
+    lost.die(after=2)
     reply = push(lost.workers[1], TOTAL, ONES).wait()
     assert summed(reply).tolist() == [12.0] * 512
     assert sorted(reply.ranks) == [0, 1, 2]
@@ -123,8 +118,7 @@ def test_all_of_a_total_that_had_come_counts(lost: Job) -> None:
 
 def test_a_gather_has_no_part_of_a_lost_rank(lost: Job) -> None:
     lost.send(WORDS, 0, bytes(1024))  # the first piece of more
-    lost.arrived(1)
-    lost.die()
+    lost.die(after=1)
     said = [push(worker, WORDS, b"%d" % worker.rank) for worker in lost.workers]
     for each in said:
         assert each.wait().parts == {worker.rank: b"%d" % worker.rank for worker in lost.workers}
