@@ -253,9 +253,8 @@ class Share:
     @property
     def even(self) -> tf.Tensor:
         """The weight of a replica, float64, if all have as many rows."""
-        if isinstance(
-            self.replicas, int
-        ):  # by a constant TensorFlow does not divide, but multiplies: that is not exact
+        if isinstance(self.replicas, int):
+            # By a constant TensorFlow does not divide, but multiplies: that is not exact.
             return tf.constant(1 / self.replicas, tf.float64)
         return 1 / self._in_job
 

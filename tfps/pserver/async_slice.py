@@ -34,7 +34,7 @@ class StalenessBound:
 
     def __init__(self, view: View, staleness: int | None) -> None:
         self.staleness = staleness
-        self.view = view  # replaced by `Shard.change_view`
+        self.view = view  # replaced by `Shard.set_view`
         self._lock = threading.Lock()  # guards what follows
         self._gone: set[int] = set()
         self.phase = Phase(0, frozenset(view.ranks))  # replaced as a whole, so that it is read without the lock
@@ -66,7 +66,7 @@ class RankScalars:
 
     def __init__(self, name: str, spec: UpdateSpec, view: View) -> None:
         self.name, self.spec = name, spec
-        self.view = view  # replaced by `Shard.change_view`
+        self.view = view  # replaced by `Shard.set_view`
         self._lock = threading.Lock()  # guards the next two
         self._latest: dict[int, tuple[int, StepScalars]] = {}
         self._marks: dict[int, int] = {}  # of ranks that have assigned values and wait for others to do so

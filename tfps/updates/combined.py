@@ -48,9 +48,8 @@ class Combiner:
 
     def __init__(self, runtime: Runtime, replicas: int) -> None:  # on this worker
         self._runtime, self._replicas = runtime, replicas
-        self.single = (
-            replicas * runtime.exchange.view.workers == 1
-        )  # what the only replica of the job writes is the value
+        # What the only replica of the job writes is the value.
+        self.single = replicas * runtime.exchange.view.workers == 1
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
         self._eager: dict[str, Variable] = {}
