@@ -247,7 +247,8 @@ def test_a_good_pserver_is_looked_at_from_all_sides(cluster: Cluster, files: dic
     assert list(found) == ["address", "port", "pserver", "job", "data port", "round trip", "clock", "bandwidth"]
     assert {check.status for check in found.values()} == {"ok"}
     assert found["pserver"].values == {"protocol_version": PROTOCOL_VERSION, "version": __version__}
-    assert found["job"].values == {"state": "idle", "workers": 2, "members": 0, "name": ""}
+    view = {"generation": 1, "lost_workers": 0, "joined_workers": 0}
+    assert found["job"].values == {"state": "idle", "workers": 2, "members": 0, "name": "", **view}
     assert found["data port"].values == {"port": data(server).port}
     assert 0 < found["round trip"].values["network_s"] < jobs.DEADLINE_S
     assert abs(found["clock"].values["offset_s"]) <= found["clock"].values["error_s"]  # one process, one clock

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from program import Job, Results, data, history, sharded, weights
 
-from tfps.types import Argument, Library, Structure, Value
+from tfps.types import Argument, Library, Logs, Structure, Value
 
 L: Library = keras.layers
 SGD = keras.optimizers.SGD
@@ -48,6 +48,26 @@ def layer(job: Job, **options: Argument) -> Results:
 
 def layer_eagerly(job: Job) -> Results:
     return layer(job, run_eagerly=True)
+
+
+class Counted(keras.Model):
+    """Returns an array of one number, which looks like the value of a row."""
+
+    def train_step(self, batch: Structure) -> Logs:
+        return {**super().train_step(batch), "own": tf.ones([1])}
+
+
+def number_eagerly(job: Job) -> Results:
+    """A metric's array of one number, eagerly, when its size is that of the row in place of none."""
+    x, y = data(ROWS)
+    y = (y[:, None] > 4).astype("float32")
+    inputs = L.Input((64,))
+    build = lambda: Counted(inputs, L.Dense(1, activation="sigmoid")(inputs))  # noqa: E731
+    metrics = [keras.metrics.F1Score(threshold=0.5)]
+    options: Argument = {"loss": "binary_crossentropy", "metrics": metrics, "run_eagerly": True}
+    model = job.compiled(lambda: SGD(0.1), build=build, **options)
+    fit = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=(x, y))
+    return {**weights(model), **history(fit)}
 
 
 def step(job: Job) -> Results:

@@ -52,6 +52,13 @@ def test_a_value_is_a_metrics_result_but_for_its_last_bits(leaf: object, result:
     assert _equal(leaf, result) == equal
 
 
+@pytest.mark.parametrize("value", [1.0, 2.0])
+def test_a_rank_without_rows_has_no_say_if_its_value_was_cut(value: float) -> None:
+    ranks = [said({"a": [2.0]}, weight=2), said({"a": [value]}, weight=2), said({"a": np.zeros([0])}, weight=0)]
+    (found,) = conclude(ranks, [])
+    np.testing.assert_array_equal(np.asarray(found), [(2.0 + value) / 2])
+
+
 def test_what_is_the_same_everywhere_stays() -> None:
     values = {"steps": 7, "nan": np.nan, "name": "adam", "nothing": None, "flag": True}
     assert conclude([said(values), said(values)], []) == [None] * 5

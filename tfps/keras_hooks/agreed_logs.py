@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -139,7 +139,8 @@ class Said:
 def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | Array | None]:
     """Decides for each leaf: a metric's result (its index), a mean over ranks, or None if all ranks have the same.
 
-    What has a value for each row is joined, in rank order. `ranks` have the same names; `metrics` are the model's.
+    What has a value for each row is joined, in rank order; else a rank without rows counts only if it has a value.
+    `ranks` have the same names; `metrics` are the model's.
     """
     found: list[int | Array | None] = []
     for leaf, name in enumerate(ranks[0].names):
@@ -149,17 +150,24 @@ def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | Array 
             found.append(min(common, key=lambda metric: (metrics[metric] != name.rpartition("/")[2], metric)))
         elif all(said.of_rows[leaf] for said in ranks):
             found.append(np.concatenate([value.number() for value in values]))
-        elif len(set(map(str, map(dataclasses.astuple, values)))) == 1:
-            found.append(None)
-        elif all(value.dtype for value in values) and len({str(value.shape) for value in values}) == 1:
-            found.append(_average([value.number() for value in values], [said.weight for said in ranks]))
         else:
-            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise MismatchError(
-                f"logs[{name!r}] of a train_step or test_step must be numbers of one shape, or the same on all ranks, "
-                f"because callbacks decide by it; got {shown}"
-            )
+            counted = {rank: each for rank, each in enumerate(values) if ranks[rank].weight or each.shape != [0]}
+            found.append(_common(name, counted or dict(enumerate(values)), ranks))
     return found
+
+
+def _common(name: str, values: Mapping[int, Value], ranks: Sequence[Said]) -> Array | None:
+    """Returns the mean of `values`, by rank; None if every rank has the same."""
+    first, *_ = values.values()
+    if len(set(map(str, map(dataclasses.astuple, values.values())))) == 1:
+        return None if len(values) == len(ranks) else first.number()
+    if all(value.dtype for value in values.values()) and len({str(value.shape) for value in values.values()}) == 1:
+        return _average([value.number() for value in values.values()], [ranks[rank].weight for rank in values])
+    shown = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+    raise MismatchError(
+        f"logs[{name!r}] of a train_step or test_step must be numbers of one shape, or the same on all ranks, "
+        f"because callbacks decide by it; got {shown}"
+    )
 
 
 def _average(values: Sequence[Array], weights: Sequence[int]) -> Array:
@@ -184,7 +192,15 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
         are_metrics=are_metrics,
         names=names,
         values=[] if are_metrics else [Value.of(leaf) for _, leaf in leaves],
-        same=[[number for number, (_, result) in enumerate(own) if _equal(leaf, result)] for _, leaf in leaves],
+        same=[
+            [
+                number
+                for number, (_, result) in enumerate(own)
+                # One number, cut as if it were that of the row in place of none: it may be any.
+                if _equal(leaf, result) or (weight == 0 and np.shape(leaf) == (0,) and np.size(result) == 1)
+            ]
+            for _, leaf in leaves
+        ],
         of_rows=[
             name not in strategy.extended.last_batch.fixed and np.shape(leaf)[:1] == (weight,)
             for name, (_, leaf) in zip(names, leaves, strict=True)
@@ -203,7 +219,7 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
     agreed = []
     for (_, leaf), found in zip(leaves, conclude(ranks, [name for name, _ in own]), strict=True):
         if isinstance(found, int):
-            result, shape = over_all[found], np.shape(leaf)
+            result, shape = over_all[found], np.shape(leaf) if np.size(leaf) else (1,)
             agreed.append(result if np.shape(result) == shape else tf.reshape(result, shape))
         elif found is None:
             agreed.append(leaf)

@@ -273,15 +273,26 @@ def _joined(rows: tf.Tensor, value: Value) -> Value:
     if not isinstance(value, tf.distribute.DistributedValues):
         return value
     sizes = [each.shape[0] if each.shape.rank else None for each in map(tf.convert_to_tensor, value.values)]
-    eagerly = tf.executing_eagerly() and sizes == rows.numpy().tolist()
-    return tf.concat(value.values, 0) if eagerly or _may_be_of_rows(value) else mean(rows, value)
+    if not tf.executing_eagerly():
+        return tf.concat(value.values, 0) if _may_be_of_rows(value) else mean(rows, value)
+    given = rows.numpy().tolist()
+    if sizes == given:
+        return tf.concat(value.values, 0)
+    most = given.index(max(given))
+    if sizes[most] != 1:
+        return mean(rows, value)
+    # One number, as of a metric: `cut` took it for the value of the row in place of none where there are no rows.
+    nothing = tf.zeros_like(value.values[most])
+    return _mean(rows, [each if tf.size(each) else nothing for each in value.values])
 
 
 def mean(rows: tf.Tensor, value: Value) -> Value:
     """Returns the mean of the local replicas' `value`, weighed by their `rows` if these differ."""
-    if not isinstance(value, tf.distribute.DistributedValues):
-        return value
-    each = tf.stack(value.values)
+    return _mean(rows, value.values) if isinstance(value, tf.distribute.DistributedValues) else value
+
+
+def _mean(rows: tf.Tensor, values: Sequence[Value]) -> tf.Tensor:
+    each = tf.stack(values)
     plain = tf.reduce_mean(each, axis=0)  # as Keras
     if not each.dtype.is_floating:
         return plain
