@@ -93,9 +93,9 @@ class Config:
             interval; learning rate and step counter of each step, all together once per interval; everything when an
             epoch ends. 0: never.
         min_workers: with how many workers training goes on when others are lost (docs/faults.md); None: the loss of a
-            worker ends the job.
-        rejoin_timeout_s: seconds that training waits for others to join when fewer than `min_workers` are left, and
-            that one who joins waits until the others let it take part.
+            worker ends the job. With it, in mode "sync" with updates on the worker, training survives pservers as well.
+        rejoin_timeout_s: seconds that training waits for others to join when fewer than `min_workers` are left, or for
+            a pserver to come back when none is left; and that one who joins waits until the others let it take part.
         on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
             `"pass"`: it is applied. `"skip"`: no worker applies it, and a log line names the variable and the rank.
             `"raise"`: all workers raise that instead. The last two wait for all gradients of a step before any is sent
@@ -142,6 +142,11 @@ class Config:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+
+    @property
+    def outlives_pservers(self) -> bool:
+        """Whether workers go on with other pservers when one is lost: it must keep nothing that only it has."""
+        return self.min_workers is not None and (self.mode, self.update) == ("sync", "worker")
 
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):

@@ -158,8 +158,8 @@ class GatherRound(Round):
     rank order.
     """
 
-    def __init__(self, label: str, view: View, slice_bytes: int, most_bytes: int = 2**63) -> None:
-        super().__init__(label, view, 0)
+    def __init__(self, label: str, view: View, slice_bytes: int, most_bytes: int = 2**63, step: int = 0) -> None:
+        super().__init__(label, view, step)
         self.slice_bytes, self._most_bytes = slice_bytes, most_bytes
         self._kept_bytes = 0  # by the pieces of the current step
         self._pieces: dict[int, list[memoryview]] = {}

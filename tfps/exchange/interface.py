@@ -198,7 +198,9 @@ class Peers(Protocol):
 class Joining(Protocol):
     """How a worker joins a job under way (a **candidate**, until it takes part), and how the others let it."""
 
-    least: int  # workers with which training goes on; 0: it needs all
+    @property
+    def least(self) -> int: ...  # workers with which training goes on; 0: it needs all
+
     told: bool  # candidates have become ready since this was set to False
 
     @property

@@ -28,6 +28,17 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a job is that goes on with other pservers; see Resumed in tfps.proto."""
+
+    incarnation: str  # of the job when it began
+    generation: int
+    ranks: tuple[int, ...]
+    pservers: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Applicant:
     """A worker that asks to join; see JoinRequest in tfps.proto. ConnectError: a name or the pservers cannot be."""
 
@@ -41,6 +52,7 @@ class Applicant:
     pservers: int
     incarnation: str  # empty for the first pserver of the list
     settings: Mapping[str, object] = field(default_factory=dict)
+    resumed: Resumed | None = None  # a job that its workers begin anew
 
     def __post_init__(self) -> None:
         for name in ("job", "uid", "host", "incarnation"):
@@ -113,8 +125,22 @@ class Members:
         if not self.members:
             self.incarnation = applicant.incarnation or secrets.token_hex(16)
             self.view = dataclasses.replace(self.view, pservers=tuple(range(applicant.pservers)))
+            if (resumed := applicant.resumed) is not None:
+                self._resume(resumed)
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
+
+    def _resume(self, resumed: Resumed) -> None:
+        """Has the view of a job that goes on with other pservers."""
+        self.view = dataclasses.replace(self.view, generation=resumed.generation, ranks=resumed.ranks)
+        self.changes.append(f"view {resumed.generation}: {resumed.reason}; goes on with {', '.join(resumed.pservers)}")
+        for rank in set(range(self.view.workers)).difference(resumed.ranks):
+            self.lost[rank] = f"rank {rank} was lost before the pservers changed"
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What the job is if it goes on with other pservers."""
+        return next((member.applicant.resumed for member in self.members.values() if member.applicant.resumed), None)
 
     def candidates(self, training: int) -> list[int]:
         """Ranks of those that have joined a job under way and may be admitted to this training."""
@@ -192,6 +218,10 @@ class Members:
                 f"the lists of pservers differ: this pserver is number {theirs.pserver_index + 1} of {theirs.pservers} "
                 f"for {first} and number {ours[0] + 1} of {ours[1]} for this worker; give all workers of a job the "
                 "same list, and every job pservers of its own"
+            )
+        if new.resumed is not None and new.resumed != self.resumed:
+            raise ConnectError(
+                f"the pserver has a job already, and cannot go on with another one ({new.resumed.reason})"
             )
         if new.job != theirs.job or (new.pserver_index and new.incarnation != self.incarnation):
             raise ConnectError(

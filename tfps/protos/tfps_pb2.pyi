@@ -90,20 +90,22 @@ class DeclareReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class DeclareRequest(_message.Message):
-    __slots__ = ["buckets", "details", "incarnation", "number", "rank", "timeout_s"]
+    __slots__ = ["buckets", "details", "incarnation", "number", "rank", "steps", "timeout_s"]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
     details: _containers.RepeatedScalarFieldContainer[str]
     incarnation: str
     number: int
     rank: int
+    steps: _containers.RepeatedScalarFieldContainer[int]
     timeout_s: float
-    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., details: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., details: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DeclaredReply(_message.Message):
     __slots__ = ["buckets", "declarations", "failure", "layouts", "lines", "steps"]
@@ -196,7 +198,7 @@ class JoinReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ..., candidate: bool = ..., present: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ["host", "incarnation", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "settings", "uid", "workers"]
+    __slots__ = ["host", "incarnation", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "resumed", "settings", "uid", "workers"]
     HOST_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +208,7 @@ class JoinRequest(_message.Message):
     PSERVERS_FIELD_NUMBER: _ClassVar[int]
     PSERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -218,10 +221,11 @@ class JoinRequest(_message.Message):
     pserver_index: int
     pservers: int
     rank: int
+    resumed: Resumed
     settings: Settings
     uid: str
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., incarnation: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., incarnation: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ["buckets", "slice_bytes", "steps", "window_bytes"]
@@ -381,6 +385,68 @@ class Records(_message.Message):
     records: bytes
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
+class RegroupReply(_message.Message):
+    __slots__ = ["declarations", "failure", "generation", "known", "pservers", "ranks", "reason", "results", "steps"]
+    DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    PSERVERS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    declarations: int
+    failure: Failure
+    generation: int
+    known: bool
+    pservers: _containers.RepeatedScalarFieldContainer[str]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    results: _containers.RepeatedCompositeFieldContainer[Result]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RegroupRequest(_message.Message):
+    __slots__ = ["asks", "incarnation", "rank", "report", "timeout_s"]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    asks: bool
+    incarnation: str
+    rank: int
+    report: Report
+    timeout_s: float
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., asks: bool = ..., report: _Optional[_Union[Report, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ["declarations", "generation", "lost", "ranks", "reached", "reason", "refused", "results", "silent", "steps", "unreached"]
+    DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    declarations: int
+    generation: int
+    lost: _containers.RepeatedScalarFieldContainer[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    reached: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    refused: _containers.RepeatedScalarFieldContainer[str]
+    results: _containers.RepeatedCompositeFieldContainer[Result]
+    silent: _containers.RepeatedScalarFieldContainer[int]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    unreached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., silent: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., unreached: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class RestReply(_message.Message):
     __slots__ = ["failure"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +460,30 @@ class RestRequest(_message.Message):
     incarnation: str
     rank: int
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ["bucket", "rank", "ranks"]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    rank: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bucket: _Optional[int] = ..., rank: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Resumed(_message.Message):
+    __slots__ = ["generation", "incarnation", "pservers", "ranks", "reason"]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PSERVERS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    incarnation: str
+    pservers: _containers.RepeatedScalarFieldContainer[str]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    def __init__(self, incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Settings(_message.Message):
     __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "staleness", "update", "window_bytes"]

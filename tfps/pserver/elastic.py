@@ -33,6 +33,7 @@ _NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too
 class Declaration:
     lines: dict[int, list[str]] = field(default_factory=dict)
     specs: Sequence[BucketSpec] = ()
+    steps: Sequence[int] = ()  # the first of each bucket; empty: 0
     agreed: bool = False
     for_newcomers: Sequence[str] = ()  # the details of one without buckets
 
@@ -122,6 +123,8 @@ class Elastic(abc.ABC):
         """Waits while another worker has its rank in a job that goes on without lost ones: it may just be silent."""
         rank, members = applicant.rank, self._membership.members
         with self._changed:
+            if applicant.resumed is None and self._membership.resumed is not None:  # its own workers come first
+                self._changed.wait_for(lambda: self.begun or self._failure is not None, timeout_s)
             if rank is None or not self.begun or self._shard.config.min_workers is None:
                 return
 
@@ -221,8 +224,10 @@ class Elastic(abc.ABC):
                 )
             )
 
-    def _lose(self, rank: int, why: str) -> bool:
-        """Takes `rank` out and lets the others go on, if the job can; else returns False."""
+    def _lose(self, rank: int, why: str, silent: bool = False) -> bool:
+        """Takes `rank` out, which may be alive if it is `silent`, and lets the others go on, if the job can; else
+        returns False.
+        """
         with self._changed:
             member = self._membership.members.get(rank)
             if member is None or member.state is State.GONE or self._failure is not None:
@@ -240,7 +245,8 @@ class Elastic(abc.ABC):
                 self._log(f"has not begun: {member} {why}; another worker may join in its place")
             else:
                 self._log(f"goes on with {len(self._membership.view.ranks)} workers: {member} {why}")
-                self._announce(Header(Kind.LOST, index=rank), f"{member} {why}".encode())
+                how = frames.SILENT if silent else 0
+                self._announce(Header(Kind.LOST, index=rank, step=how), f"{member} {why}".encode())
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         queue.fail(WorkerLostError(f"the other workers went on without this one: {member} {why}"))
@@ -306,7 +312,7 @@ class Elastic(abc.ABC):
             if silent_s > SILENT_S and self._membership.members[rank].state is State.STREAMING:
                 silent.append((rank, f"has been silent for {silent_s:.1f} s"))
         for rank, why in silent:
-            if not self._lose(rank, why) and self._failure is None and rank in self._membership.members:
+            if not self._lose(rank, why, silent=True) and self._failure is None and rank in self._membership.members:
                 self.fail(WorkerLostError(f"{self._membership.describe(rank)} {why}"))
         self._wait_for_others()
         return not self.over

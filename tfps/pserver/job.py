@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
 import time
@@ -13,6 +14,7 @@ from tfps.errors import (
     ConnectError,
     MismatchError,
     ProtocolError,
+    PserverLostError,
     TfpsError,
     UnsupportedError,
     WaitTimeoutError,
@@ -20,7 +22,7 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec, declared
 from tfps.exchange.layout import Layout
-from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, State, first_difference
+from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, Resumed, State, first_difference
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.async_slice import AsyncSlice
@@ -39,6 +41,7 @@ from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
 from tfps.wire.shared_memory import Attached, Place, Target
 
 logger = logging.getLogger("tfps")
+_MOST_STEPS = 2**62
 _SHOWN = 1000  # characters of an error in the log
 
 
@@ -72,6 +75,25 @@ class Job(Elastic):
         """Whether it has failed or all its members have left."""
         with self._changed:
             return self._failure is not None or self._membership.over
+
+    def is_of(self, incarnation: str) -> bool:
+        """Whether `incarnation` is that of this job when it began, maybe with other pservers."""
+        resumed = self._membership.resumed
+        own = self.incarnation if resumed is None else resumed.incarnation
+        return bool(own) and hmac.compare_digest(own.encode(), incarnation.encode())
+
+    def end_before(self, resumed: Resumed) -> None:
+        """Ends, if this is the job that goes on as `resumed` with other pservers: not all its workers may know yet."""
+        own = self._membership.resumed
+        if self.is_of(resumed.incarnation) and (own is None or own.generation < resumed.generation):
+            self.fail(PserverLostError(resumed.reason))
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the pservers of a job under way that goes on with others than it began with; else none."""
+        with self._changed:
+            resumed = self._membership.resumed
+            return () if resumed is None or self.over else resumed.pservers
 
     @property
     def under_way(self) -> bool:
@@ -172,6 +194,9 @@ class Job(Elastic):
                 self._drop_candidate(rank, f"has left: {reason or failure or 'it did not say why'}")
                 return
         if failure is not None:
+            if isinstance(failure, PserverLostError) and self._shard.config.outlives_pservers:
+                self.fail(failure)  # all workers go on with other pservers
+                return
             if not isinstance(failure, (MismatchError, ProtocolError)) and self._lose(rank, f"failed: {failure}"):
                 return
             self.fail(failure)  # first, as above
@@ -190,7 +215,7 @@ class Job(Elastic):
         self._shard.bound.quiesce(rank, gone=True)
         if self._goes_on(1):
             self._membership.part(rank)
-            self._announce(Header(Kind.LOST, index=rank, step=1), f"{member} has left".encode())
+            self._announce(Header(Kind.LOST, index=rank, step=frames.ENDED), f"{member} has left".encode())
             self._change_view()
         for bucket, item in self._shard.slices():
             if (late := item.late([rank])) is not None:
@@ -254,11 +279,20 @@ class Job(Elastic):
     # Declarations
 
     def declare(
-        self, rank: int, number: int, details: Sequence[str], specs: Sequence[BucketSpec], timeout_s: float
+        self,
+        rank: int,
+        number: int,
+        details: Sequence[str],
+        specs: Sequence[BucketSpec],
+        timeout_s: float,
+        steps: Sequence[int] = (),
     ) -> None:
         """Blocks until all ranks have declared the same (number 0: have joined); if it times out it may be repeated."""
         members = self._membership
         lines = [*details, *map(str, specs)]  # without the lock: there may be thousands
+        if steps and (len(steps) != len(specs) or max(steps) >= _MOST_STEPS):
+            raise ProtocolError(f"steps of a declaration must be one for each bucket, below 2**62, got {len(steps)}")
+        lines += [f"{spec} from step {step} on" for spec, step in zip(specs, steps, strict=False)]
         with self._changed:
             self._raise_failure()
             if rank not in members.members:
@@ -274,7 +308,7 @@ class Job(Elastic):
             declaration = self._declarations[number]
             if rank in declaration.lines:
                 raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
-            declaration.lines[rank], declaration.specs = lines, specs
+            declaration.lines[rank], declaration.specs, declaration.steps = lines, specs, steps
             declaration.for_newcomers = () if specs else tuple(details)
             if declaration.lines.keys() >= set(members.view.ranks):
                 if (difference := first_difference(declaration.lines, members.describe)) is not None:
@@ -306,7 +340,7 @@ class Job(Elastic):
             return True
         if not declaration.lines.keys() >= set(self._membership.view.ranks) or self._membership.not_streaming():
             return False
-        self._shard.add(declaration.specs)
+        self._shard.add(declaration.specs, declaration.steps)
         declaration.agreed = True
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
         self._changed.notify_all()

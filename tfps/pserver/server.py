@@ -25,13 +25,14 @@ from tfps.errors import (
     WorkerLostError,
 )
 from tfps.exchange.parameter_shard import ParameterShard
-from tfps.membership.members import Applicant
+from tfps.membership.members import Applicant, Resumed
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.counters import ErrorCounts
 from tfps.pserver.data_port import DataPort
 from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen
 from tfps.pserver.job import Job, Session
+from tfps.pserver.regrouping import Meetings
 from tfps.pserver.slices import OwnedSlice
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
@@ -91,6 +92,7 @@ class ParameterServer:
         self._measuring = Measuring(lambda: self._job.under_way, Rate(_MEASURED_PER_S, _MEASURED).take)
         self._probe_rate = Rate(_PROBES_PER_S, _PROBES)
         self._errors = ErrorCounts()
+        self._meetings = Meetings()
         self._max_memory = machine_bytes() if max_memory is None else max_memory
         self._guard = Guard(token, self._errors.add)
         self._join_rate = Rate(10 * workers + 40, 20 * workers + 100)
@@ -159,6 +161,7 @@ class ParameterServer:
             ),
             "Probe": self._probe,
             "Leave": self._leave,
+            "Regroup": self._regroup,
         }
         calls |= {name: functools.partial(self._of_job, name) for name in _JOB_CALLS}
         handlers = {
@@ -205,6 +208,7 @@ class ParameterServer:
             rank=request.rank if request.rank >= 0 else None,
             settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
             **{name: getattr(request, name) for name in _OF_APPLICANT},
+            resumed=_resumed(request),
         )
         self._wait_for_end(context, applicant)
         with self._lock:
@@ -228,6 +232,38 @@ class ParameterServer:
                 data_port=self._data_port,
             )
 
+    def _regroup(self, request: pb.RegroupRequest, context: grpc.ServicerContext) -> pb.RegroupReply:
+        with self._lock:
+            job = self._job
+            if self.stopped:
+                raise ClosedError("the pserver is stopping")
+        own = job.is_of(request.incarnation)
+        if request.asks:
+            known = own or self._meetings.knows(request.incarnation)
+            return pb.RegroupReply(known=known, pservers=job.addresses)
+
+        def begin() -> None:
+            if own:  # its other workers come, too
+                job.check_present(request.rank, _uid(context))
+                job.fail(PserverLostError(request.report.reason))
+            elif job.under_way:
+                raise ClosedError(f"pserver {self.address} has another job")
+
+        outcome = self._meetings.meet(request, _bounded(request.timeout_s), begin)
+        return pb.RegroupReply(
+            known=True,
+            generation=outcome.generation,
+            ranks=outcome.ranks,
+            pservers=outcome.pservers,
+            declarations=outcome.declarations,
+            steps=outcome.steps,
+            results=[
+                pb.Result(bucket=bucket, rank=result.rank, ranks=result.ranks)
+                for bucket, result in outcome.results.items()
+            ],
+            reason=outcome.reason,
+        )
+
     def _wait_for_end(self, context: grpc.ServicerContext, applicant: Applicant) -> None:
         """Waits, while a job ends, or for the place of a worker that seems to be lost, for as long as a Join may."""
         if not self._joining.acquire(blocking=False):
@@ -235,7 +271,12 @@ class ParameterServer:
         try:
             with self._lock:
                 job = self._job
+            if applicant.resumed is not None:
+                self._meetings.resume(applicant.resumed.incarnation)
+                job.end_before(applicant.resumed)
             limit_s = min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S)
+            if applicant.resumed is None:
+                self._meetings.wait_resumed(limit_s)
             job.wait_over(limit_s)
             job.wait_for_place(applicant, limit_s)
         finally:
@@ -338,7 +379,8 @@ Fields = Mapping[str, object]
 
 def _declare(job: Job, request: pb.DeclareRequest) -> None:
     specs = [control.bucket_of(bucket) for bucket in request.buckets]
-    job.declare(request.rank, request.number, request.details, specs, _bounded(request.timeout_s))
+    timeout_s = _bounded(request.timeout_s)
+    job.declare(request.rank, request.number, request.details, specs, timeout_s, list(request.steps))
 
 
 def _put(job: Job, request: pb.PutRequest) -> None:
@@ -391,6 +433,13 @@ def _parameters(job: Job, request: pb.PutRequest | pb.GetRequest) -> tuple[Owned
     if owned is None or owned.parameters is None:
         raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {request.slice} here that keeps anything")
     return owned, owned.parameters
+
+
+def _resumed(request: pb.JoinRequest) -> Resumed | None:
+    if not request.HasField("resumed"):
+        return None
+    it = request.resumed
+    return Resumed(it.incarnation, it.generation, tuple(it.ranks), tuple(it.pservers), it.reason)
 
 
 def _attached(request: pb.JoinRequest | pb.ProbeRequest) -> Attached | None:

@@ -81,9 +81,10 @@ class Shard:
                 f"the {pservers} pservers"
             )
 
-    def add(self, specs: Sequence[BucketSpec]) -> None:
+    def add(self, specs: Sequence[BucketSpec], steps: Sequence[int] = ()) -> None:
+        """Adds buckets, whose first `steps` are 0 unless given."""
         slice_bytes = self.config.first_slice_bytes
-        for spec in specs:
+        for spec, step in zip(specs, steps or [0] * len(specs), strict=True):
             bucket = OwnedBucket(spec)
             if spec.update is not None:
                 if self.config.applies_each_push:
@@ -91,9 +92,9 @@ class Shard:
                 else:
                     bucket.scalars = RoundScalars(spec.name, spec.update)
             if spec.kind == "sum":
-                bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer))
+                bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer, step))
             elif self._placer.place_gather() == self.index:
-                round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes, self._max_memory)
+                round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes, self._max_memory, step)
                 bucket.slices[0] = GatherSlice(self._recorder, round_, self.sets)
             self.buckets.append(bucket)
 

@@ -33,6 +33,7 @@ from tfps.strategy.patches import install_all
 from tfps.strategy.preemption import leave_on_sigterm
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
+from tfps.worker.elastic import ElasticWorker
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.worker import Worker
 
@@ -327,7 +328,10 @@ class _Connection:
         exchange: Exchange
         if cluster.pservers:
             about: dict[str, Argument] = {"rank": cluster.rank, "workers": cluster.workers, "job": cluster.job}
-            exchange = Worker(cluster.pservers, **about, config=config, recorder=recorder)
+            if config.outlives_pservers:
+                exchange = ElasticWorker(cluster.pservers, **about, config=config, recorder=recorder)
+            else:
+                exchange = Worker(cluster.pservers, **about, config=config, recorder=recorder)
         else:
             exchange = EmbeddedExchange(config, recorder)
         self.runtime = Runtime(exchange, recorder, config.step_timeout_s)

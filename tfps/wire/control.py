@@ -29,7 +29,7 @@ from tfps.wire.reach import trouble
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
@@ -86,7 +86,7 @@ _LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 128 * 1024
 _UNARY = (
     *("Join", "Declare", "Put", "Get", "Rest", "Take", "Waiting", "Tune"),
     *("Trace", "Clock", "Upload", "Collect", "Status", "Probe", "Leave"),
-    *("Declared", "Ready", "Admit"),
+    *("Declared", "Ready", "Admit", "Regroup"),
 )
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     name: (getattr(pb, f"{name}Request"), getattr(pb, f"{name}Reply")) for name in _UNARY
@@ -286,6 +286,8 @@ class Pserver:
     def call(self, name: Literal["Get"], request: pb.GetRequest, timeout_s: float) -> pb.GetReply: ...
     @overload
     def call(self, name: Literal["Probe"], request: pb.ProbeRequest, timeout_s: float) -> pb.ProbeReply: ...
+    @overload
+    def call(self, name: Literal["Regroup"], request: pb.RegroupRequest, timeout_s: float) -> pb.RegroupReply: ...
     @overload
     def call(self, name: Literal["Status"], request: pb.StatusRequest, timeout_s: float) -> pb.StatusReply: ...
     @overload

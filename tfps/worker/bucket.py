@@ -34,7 +34,7 @@ class Push:
 
     payload: memoryview | None
     on_reply: OnReply
-    whole: bool = False  # of the residual, which is not encoded
+    whole: bool = False  # not encoded: a residual, or a result that others lack
     step_scalars: bytes = b""
     step: int = 0
     started_s: float = 0.0
@@ -66,6 +66,9 @@ class PushedBucket:
     # What the codec could not express yet, if it feeds that back: of all numbers, as slices may be cut anew. A slice is
     # encoded for one step after the other: its reply has come before the next push begins.
     residual: Floats | None = None
+    keeps: bool = False  # whether the residual from before each push is kept, as it may be pushed again
+    before: Floats | None = None
+    before_step: int = -1
 
     @classmethod
     def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, workers: int) -> PushedBucket:
@@ -76,6 +79,11 @@ class PushedBucket:
         feeds_back = spec.codec is not None and spec.codec.feeds_back
         residual = np.zeros(spec.nbytes // ITEM_BYTES, np.float32) if feeds_back else None
         return cls(spec, cut_sum(spec, slice_bytes, placer), everybody, residual=residual)
+
+    @property
+    def whole_residual(self) -> memoryview | None:
+        """A copy of what the codec could not express yet; None: it does not feed that back."""
+        return None if self.residual is None else self.residual.copy().view(np.uint8).data
 
     @property
     def is_atomic(self) -> bool:
@@ -110,9 +118,10 @@ class PushedBucket:
         `number` is this bucket's; `failed` as for `Encoding`.
         """
         codec, owners, is_sum = self.spec.codec, self.cutting.owners, self.spec.kind == "sum"
-        if push.whole and codec is not None:
+        if self.keeps and codec is not None and self.residual is not None and not push.whole:
+            self.before, self.before_step = self.residual.copy(), push.step
+        if push.whole:
             codec = None
-            push.payload = memoryview(b"") if self.residual is None else self.residual.copy().view(np.uint8).data
         elif codec is None and is_sum and memory.arena and memory.pservers.intersection(owners):
             push.region = memory.arena.allocate(self.spec.nbytes)
         payload = push.payload

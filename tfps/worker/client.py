@@ -25,6 +25,7 @@ from tfps.config import Config
 from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, FailureState, Payload, as_bytes, declared
 from tfps.exchange.layout import Layout
+from tfps.membership.members import Resumed
 from tfps.membership.view import Membership, View
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument, Array
@@ -62,7 +63,8 @@ class PserverClient:
         # As the first pserver has answered to Join; before that, the only worker's.
         self.membership = Membership(rank, View.first(1, len(pservers)), incarnation="")
         self._config, self._buckets, self._failures = config, buckets, failures
-        self._declarations = 0  # so far
+        self.declarations = 0  # so far
+        self.uid = uuid.uuid4().hex
         self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None  # see Peers
 
     @property
@@ -72,22 +74,25 @@ class PserverClient:
 
     # Joining and leaving
 
-    def join(self, job: str, workers: int, memory: Sharing, deadline_s: float) -> Iterator[pb.JoinReply]:
+    def join(
+        self, job: str, workers: int, memory: Sharing, deadline_s: float, resumed: Resumed | None = None
+    ) -> Iterator[pb.JoinReply]:
         """Joins one pserver per item. The first one assigns rank and number of workers, which the others are told.
 
-        `workers` is how many the user says the job has; 0: as many as the pservers say.
+        `workers` is how many the user says the job has; 0: as many as the pservers say. `resumed`: the job goes on.
         """
         request = pb.JoinRequest(
             protocol_version=control.PROTOCOL_VERSION,
             job=job,
             rank=self.membership.rank,
             workers=workers,
-            uid=uuid.uuid4().hex,
+            uid=self.uid,
             host=socket.gethostname(),
             pid=os.getpid(),
             pservers=len(self.pservers),
             settings=control.settings_of(self._config),
             memory=control.memory_message(memory.arena.offer if memory.arena else None),
+            resumed=None if resumed is None else pb.Resumed(**dataclasses.asdict(resumed)),
         )
         for index, pserver in enumerate(self.pservers):
             request.pserver_index = index
@@ -97,7 +102,9 @@ class PserverClient:
             pserver.sign(request.uid)
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
             view = View.first(reply.workers, len(self.pservers))
-            if reply.candidate:  # as if it took part already
+            if resumed is not None:
+                view = dataclasses.replace(view, generation=resumed.generation, ranks=resumed.ranks)
+            elif reply.candidate:  # as if it took part already
                 view = dataclasses.replace(view, ranks=tuple(sorted({*reply.present, reply.rank})))
             self.membership = Membership(reply.rank, view, reply.incarnation)
             yield reply
@@ -105,24 +112,41 @@ class PserverClient:
     def leave(self, failure: TfpsError | None, reason: str = "") -> None:
         """Tells every pserver that can be reached that this worker leaves; `reason`: why, if others wait for it."""
         farewell = None if failure is None else control.failure_of(failure)
-        for pserver in self.pservers if self.membership.incarnation else ():
+        request = pb.LeaveRequest(**self._me, failure=farewell, reason=reason)
+
+        def tell(pserver: Pserver) -> None:
             with contextlib.suppress(TfpsError):
-                request = pb.LeaveRequest(**self._me, failure=farewell, reason=reason)
                 pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
+
+        if self.membership.incarnation:  # together: one that is silent holds up none
+            first, *others = [threading.Thread(target=tell, args=[each], daemon=True) for each in self.pservers]
+            for thread in others:
+                thread.start()
+            first.run()
+            for thread in others:
+                thread.join()
 
     # Declaring
 
     def declare(
-        self, specs: Sequence[BucketSpec], details: Sequence[str], timeout_s: float, stop: threading.Event | None = None
+        self,
+        specs: Sequence[BucketSpec],
+        details: Sequence[str],
+        timeout_s: float,
+        stop: threading.Event | None = None,
+        steps: Sequence[int] = (),
     ) -> None:
-        """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere."""
+        """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere.
+
+        `steps`: the first of each bucket, if not 0.
+        """
         buckets = list(map(control.bucket_message, specs))
-        request = pb.DeclareRequest(**self._me, number=self._declarations, details=details, buckets=buckets)
+        request = pb.DeclareRequest(**self._me, number=self.declarations, details=details, buckets=buckets, steps=steps)
         for index, pserver in enumerate(self.pservers):
             with saying(partial(self._not_declared, pserver)):
                 # What all ranks have declared on the first one must be declared on the others: no `stop` any more.
                 self._declare(pserver, request, timeout_s, None if index else stop)
-        self._declarations += 1
+        self.declarations += 1
 
     def _declare(
         self, pserver: Pserver, request: pb.DeclareRequest, timeout_s: float, stop: threading.Event | None
@@ -149,7 +173,7 @@ class PserverClient:
             missing = self.others(self._missing(pserver, _ASK_TIMEOUT_S, declaration=True))
         except TfpsError as error:
             return str(error)
-        what = "declare the same variables" if self._declarations else "join"
+        what = "declare the same variables" if self.declarations else "join"
         return f"{', '.join(missing)} to {what}" if missing else ""
 
     # A job under way
@@ -171,7 +195,7 @@ class PserverClient:
 
     def goes_on(self, declarations: int) -> None:
         """Takes the number of declarations that the job has had."""
-        self._declarations = declarations
+        self.declarations = declarations
 
     # What pservers keep
 

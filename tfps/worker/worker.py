@@ -20,6 +20,7 @@ from tfps.exchange import interface
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import BucketSpec, FailureListener, FailureState, Link, OnReply, Payload, Reply, as_bytes
 from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
+from tfps.membership.members import Resumed
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.threads import Heartbeat
@@ -48,7 +49,8 @@ class Worker:
 
     It is its own `Info` and `State`. Per pserver one of gRPC's threads or "tfps-send-<i>" sends, and "tfps-recv-<i>"
     receives and calls `on_reply`; "tfps-deadlines" checks deadlines. Without `rank` ranks are assigned in order of
-    joining; without `workers` there are as many as the pservers were started with.
+    joining; without `workers` there are as many as the pservers were started with. `resumed`: the job goes on from
+    one that had other pservers, and its workers `resume` before anything else.
     """
 
     embedded = False
@@ -62,6 +64,7 @@ class Worker:
         job: str = "",
         config: Config | None = None,
         recorder: Recorder | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
         if not pservers or len(set(pservers)) != len(pservers):
             raise ConfigError(f"pservers must be different addresses, at least one, got {list(pservers)}")
@@ -75,6 +78,7 @@ class Worker:
         self._view_changed = threading.Condition()  # guards the view and the next three
         self._present: list[set[int]] = []  # by pserver: who takes part, as it has told
         self._ended: set[int] = set()  # who took part until the end of its program
+        self._silent: set[int] = set()  # who was lost and may be alive
         self._admissions: list[int] = []  # by pserver: how many it has told
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
@@ -106,11 +110,11 @@ class Worker:
             deadline_s = time.monotonic() + config.connect_timeout_s
             if config.min_workers is not None:
                 Heartbeat("tfps-heartbeat", self._beat)
-            self._join(job, workers or 0, deadline_s)
+            self._join(job, workers or 0, deadline_s, resumed)
             self._placer = Placer(self.view.pservers, config.placement)
             for pserver in self._pservers:
                 pserver.explain = self._explain
-            self.captures = WorkerCaptures(self._recorder, self._client, self._specs, self._settings)
+            self.captures = WorkerCaptures(self._recorder, self._client, self.specs, self._settings)
             self._tuner = Tuner(config, self._client, self._queues, self._memory, self.tune)
             if self.newcomer is None:
                 # Ends when all workers have joined: everything above is built before any frame comes.
@@ -150,6 +154,30 @@ class Worker:
     def run(self) -> str:
         return self._client.membership.run
 
+    @property
+    def incarnation(self) -> str:
+        return self._client.membership.incarnation
+
+    @property
+    def uid(self) -> str:
+        """By which pservers tell this worker from others that have had its rank."""
+        return self._client.uid
+
+    @property
+    def declarations(self) -> int:
+        """How many there have been, on all ranks."""
+        return self._client.declarations
+
+    @property
+    def silent(self) -> Sequence[int]:
+        """Who was lost, but may be alive."""
+        with self._view_changed:
+            return sorted(self._silent)
+
+    def specs(self) -> list[BucketSpec]:
+        """Of all buckets, by number."""
+        return [bucket.spec for bucket in list(self._buckets)]
+
     def owners(self, bucket: int) -> list[int]:
         return list(self._buckets[bucket].cutting.owners)
 
@@ -172,9 +200,6 @@ class Worker:
         sizes: dict[str, Setting] = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
         return sizes | {"policy": self.config.policy, "compression": str(self.config.compression)}
 
-    def _specs(self) -> list[BucketSpec]:
-        return [bucket.spec for bucket in list(self._buckets)]
-
     # State
 
     def steps(self, bucket: int) -> int:
@@ -186,7 +211,7 @@ class Worker:
                 self.set_residual(bucket, np.asarray(reply.sum).view(np.float32))
             on_reply(reply)
 
-        self._push(bucket, Push(None, take, whole=True))
+        self._push(bucket, Push(self._buckets[bucket].whole_residual, take, whole=True))
 
     def set_residual(self, bucket: int, values: Floats) -> None:
         if (residual := self._buckets[bucket].residual) is not None:
@@ -207,12 +232,15 @@ class Worker:
         self._losses.log()
         return self._failures.end is None
 
-    def _lost(self, pserver: int, rank: int, what: str, *, ended: bool) -> None:
+    def _lost(self, pserver: int, rank: int, what: str, how: int) -> None:
         """Goes on without `rank`, which `pserver` has lost; what other pservers say of it later has no effect."""
+        ended = how == frames.ENDED
         with self._view_changed:
             self._present[pserver].discard(rank)
             if ended:
                 self._ended.add(rank)
+            elif how == frames.SILENT:
+                self._silent.add(rank)
             if not self._agree_view():
                 return
         workers = len(self.view.ranks), self.view.workers
@@ -311,9 +339,10 @@ class Worker:
     def _when(self) -> str:
         return f"at step {self._step}"
 
-    def _join(self, job: str, workers: int, deadline_s: float) -> None:
+    def _join(self, job: str, workers: int, deadline_s: float, resumed: Resumed | None) -> None:
         opening = Opening(self.config.transport, self._when)
-        for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s)):
+        for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s, resumed)):
+            everybody = range(self.view.workers) if resumed is None else resumed.ranks
             if joined.candidate and self.newcomer is None:
                 pservers = len(self._pservers)
                 self.newcomer = Newcomer(self.config, joined.rank, pservers, self._client.declared)
@@ -327,10 +356,10 @@ class Worker:
                 self._start_next,
                 self._notice,
                 self._losses.note,
-                range(self.view.workers),
+                everybody,
             )
             queue.heard()
-            self._present.append(set(joined.present if joined.candidate else range(self.view.workers)))
+            self._present.append(set(joined.present if joined.candidate else everybody))
             self._admissions.append(0)
             self._streams.append(WorkerStream(path, pserver.address, index, queue, incoming, self.fail, self._when))
             if joined.shared_memory:
@@ -426,9 +455,36 @@ class Worker:
                 self._joined.skip(len(specs))
             return self._add(specs)
 
+    def resume(self, specs: Sequence[BucketSpec], lines: Sequence[str], steps: Sequence[int]) -> None:
+        """Declares all that the job had declared before its pservers changed, each bucket from its step on.
+
+        `lines`: the details of declarations without buckets.
+        """
+        with self._declaring:
+            self._client.declare([], lines, self.config.connect_timeout_s)
+            self._client.declare(specs, [], self.config.connect_timeout_s, steps=steps)
+            self._add(specs)
+            for bucket, step in zip(self._buckets, steps, strict=True):
+                bucket.steps = step
+            self._losses.skip(set(range(self.view.workers)).difference(self.view.ranks))
+            self._cpu_s = self._client.cpu_s()
+
+    def take_residual(self, number: int, old: Worker, pushes_again: bool) -> None:
+        """Goes on with a bucket's residual of `old`: of before its last push, if that is pushed again."""
+        ours, theirs = self._buckets[number], old._buckets[number]
+        if ours.residual is not None and theirs.residual is not None:
+            before = theirs.before if pushes_again and theirs.before_step == theirs.steps - 1 else None
+            ours.residual[...] = theirs.residual if before is None else before
+
+    def repeat(self, bucket: int, result: Payload | None, on_reply: OnReply) -> None:
+        """Takes a step of `bucket` in which one rank gives the `result` of a round to those that lack it."""
+        self._push(bucket, Push(as_bytes(result), on_reply, whole=self._buckets[bucket].spec.codec is not None))
+
     def _add(self, specs: Sequence[BucketSpec]) -> list[int]:
         first, size, workers = len(self._buckets), self.config.first_slice_bytes, self.view.workers
         self._buckets.extend(PushedBucket.new(spec, size, self._placer, workers) for spec in specs)
+        for bucket in self._buckets[first:]:
+            bucket.keeps = self.config.outlives_pservers
         return list(range(first, len(self._buckets)))
 
     def _encoding_failed(self, error: Exception) -> TfpsError:
@@ -473,6 +529,7 @@ class Worker:
             with self._view_changed:
                 self._present[pserver] = set(decode_ranks(payload))
                 self._ended -= self._present[pserver]
+                self._silent -= self._present[pserver]
                 self._admissions[pserver] += 1
                 self._agree_view()
                 self._view_changed.notify_all()
@@ -483,7 +540,7 @@ class Worker:
             self._client.on_awaited(header.bucket, header.step)
             return
         if header.kind == Kind.LOST:
-            self._lost(pserver, header.index, bytes(payload).decode("utf-8", "replace"), ended=header.step > 0)
+            self._lost(pserver, header.index, bytes(payload).decode("utf-8", "replace"), header.step)
             return
         layout = layout_of(pb.Layout.FromString(bytes(payload)))
         self._cut_anew(layout)
@@ -491,7 +548,7 @@ class Worker:
 
     def _cut_anew(self, layout: Layout) -> None:
         self.slice_bytes, self.window_bytes = layout.slice_bytes, layout.window_bytes
-        for number, cutting in cut_anew(self._specs(), layout, self.view.pservers, self.config.placement).items():
+        for number, cutting in cut_anew(self.specs(), layout, self.view.pservers, self.config.placement).items():
             bucket = self._buckets[number]
             with bucket.lock:
                 if bucket.steps <= cutting.step:  # else that has begun

@@ -1,0 +1,111 @@
+"""How a job goes on whose workers have lost a pserver: they meet and agree. Values only: no I/O, no locks.
+
+A job in mode "sync" that updates on the workers keeps nothing on its pservers but rounds under way. So its workers
+begin it anew, with the pservers that they reach, at the round that each bucket is in. Where some workers have the
+result of a round and others do not, one of those gives it to these: so no round has two results.
+
+Tested in tests/membership/test_regrouping.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tfps.errors import PserverLostError, WorkerLostError
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The last reply of a bucket, which `rank` has, and whose pushes are in it."""
+
+    rank: int
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one worker knows of its job when it has lost a pserver."""
+
+    generation: int  # of its view
+    ranks: Collection[int]  # who takes part
+    lost: Collection[int] = ()  # who was lost since the job began with these pservers
+    silent: Collection[int] = ()  # of those, who may be alive
+    reached: Sequence[str] = ()  # addresses of pservers that answer
+    refused: Collection[str] = ()  # of those on whose hosts none is running
+    unreached: Collection[str] = ()  # of those that do not answer
+    declarations: int = 0
+    steps: Sequence[int] = ()  # of each bucket, how many replies have come
+    results: Mapping[int, Sequence[int]] = field(
+        default_factory=dict
+    )  # whose pushes are in a bucket's last, if not all
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped:
+    """With what the job goes on."""
+
+    generation: int
+    ranks: Sequence[int]
+    pservers: Sequence[str]  # their addresses
+    declarations: int  # that all have
+    steps: Sequence[int]  # of each bucket of these, how many replies the first has had
+    results: Mapping[int, Result]  # of buckets whose last reply some lack: who gives it to them
+    reason: str
+
+
+def conclude(reports: Mapping[int, Report], waited: bool) -> Regrouped | None:
+    """What workers that meet agree on, given their `reports` by rank; None: others may still come.
+
+    `waited`: they have had their time. PserverLostError: there is no pserver that all reach. WorkerLostError: others
+    may go on elsewhere, as these workers are too few. Who has come and was lost, as others say, does not take part.
+    """
+    lost = set().union(*(report.lost for report in reports.values()))
+    expected = set().union(*(report.ranks for report in reports.values())) - lost
+    present = sorted(expected.intersection(reports))
+    if not present or (len(present) < len(expected) and not waited):
+        return None
+    here = [reports[rank] for rank in present]
+    _check_majority(present, expected, here)
+    bad = {address for report in here for address in (*report.refused, *report.unreached)}
+    pservers = [
+        address for address in dict.fromkeys(a for report in here for a in report.reached) if address not in bad
+    ]
+    if not pservers:
+        raise PserverLostError(f"no pserver answers all workers: {here[0].reason}")
+    common = min(len(report.steps) for report in here)
+    steps = [max(report.steps[bucket] for report in here) for bucket in range(common)]
+    results = {}
+    for bucket, step in enumerate(steps):
+        if any(report.steps[bucket] < step for report in here):
+            first = next(rank for rank in present if reports[rank].steps[bucket] == step)
+            results[bucket] = Result(first, reports[first].results.get(bucket, sorted(reports[first].ranks)))
+    generation = max(report.generation for report in here) + 1
+    declarations = min(report.declarations for report in here)
+    return Regrouped(generation, present, pservers, declarations, steps, results, here[0].reason)
+
+
+def _check_majority(present: Sequence[int], expected: Collection[int], here: Sequence[Report]) -> None:
+    """Raises WorkerLostError if others may be alive and go on with a pserver that does not answer here.
+
+    More than half may go on; of an even number, half if the lowest rank is among them.
+    """
+    if not set.intersection(*(set(report.unreached) for report in here)):
+        return  # others have no pserver
+    everybody = sorted({*expected, *(rank for report in here for rank in report.silent)})
+    if 2 * len(present) < len(everybody) or (2 * len(present) == len(everybody) and everybody[0] not in present):
+        missing = ", ".join(f"{rank}" for rank in everybody if rank not in present)
+        raise WorkerLostError(
+            f"{here[0].reason}; ranks {', '.join(map(str, present))} reach each other, but ranks {missing} may go on "
+            "elsewhere, with a pserver that does not answer here: only more than half of the workers go on"
+        )
+
+
+def check_present(rank: int, regrouped: Regrouped) -> None:
+    """Raises WorkerLostError if `rank` does not take part any more."""
+    if rank not in regrouped.ranks:
+        raise WorkerLostError(
+            f"the other workers went on without this one, with other pservers ({regrouped.reason}): rank {rank} did "
+            "not come in time, or was lost before"
+        )

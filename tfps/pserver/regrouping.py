@@ -1,0 +1,127 @@
+"""Where workers meet that have lost a pserver: on another one; see tfps/membership/regrouping.py.
+
+Tested in tests/worker/test_lost_pservers.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tfps.errors import ProtocolError, TfpsError, WaitTimeoutError
+from tfps.membership.regrouping import Regrouped, Report, check_present, conclude
+from tfps.protos import tfps_pb2 as pb
+from tfps.wire.send_queue import SILENT_S
+
+_GRACE_S = SILENT_S + 2.0  # by then others have noticed that a pserver is silent, or do not come
+_KEPT = 16  # jobs
+_MOST = 2**16  # ranks
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """Of the workers of one job, who come to the next one when they lose a pserver again."""
+
+    reports: dict[int, Report] = field(default_factory=dict)
+    began_s: float = field(default_factory=time.monotonic)
+    outcome: Regrouped | TfpsError | None = None
+    resumed: bool = False  # whether the job goes on
+
+
+class Meetings:
+    """The last meeting of each job on one pserver; any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards all below
+        self._meetings: OrderedDict[str, _Meeting] = OrderedDict()  # by the job's first incarnation
+
+    def knows(self, incarnation: str) -> bool:
+        """Whether workers of this job have met here, or are about to."""
+        with self._changed:
+            return incarnation in self._meetings
+
+    def meet(self, request: pb.RegroupRequest, timeout_s: float, begin: Callable[[], object]) -> Regrouped:
+        """Waits for the other workers; returns what they agree on. `begin` is called before it, and may raise.
+
+        TfpsError: they cannot go on, or not with this one.
+        """
+        rank, report = request.rank, _report(request.report)
+        if not request.incarnation or rank >= _MOST or rank not in report.ranks:
+            raise ProtocolError(
+                "a worker that meets others must name its job and its own rank among those that take part, got rank "
+                f"{rank} of {sorted(report.ranks)[:_MOST]}"
+            )
+        with self._changed:
+            meeting = self._meetings.get(request.incarnation)
+            if meeting is None or (meeting.outcome is not None and not self._is_late(meeting, report)):
+                begin()
+                meeting = self._meetings[request.incarnation] = _Meeting()
+                self._meetings.move_to_end(request.incarnation)
+                while len(self._meetings) > _KEPT:
+                    self._meetings.popitem(last=False)
+            if meeting.outcome is None:
+                meeting.reports[rank] = report
+                self._conclude(meeting, waited=False)
+                left_s = meeting.began_s + _GRACE_S - time.monotonic()
+                self._changed.wait_for(lambda: meeting.outcome is not None, min(timeout_s, left_s))
+                if meeting.outcome is None and time.monotonic() >= meeting.began_s + _GRACE_S:
+                    self._conclude(meeting, waited=True)
+            outcome = meeting.outcome
+        if outcome is None:
+            raise WaitTimeoutError("the other workers have not come to the pserver at which they meet")
+        if isinstance(outcome, TfpsError):
+            raise outcome
+        check_present(rank, outcome)
+        return outcome
+
+    def _is_late(self, meeting: _Meeting, report: Report) -> bool:
+        """Whether the worker does not know yet what others have agreed on."""
+        return isinstance(meeting.outcome, Regrouped) and report.generation < meeting.outcome.generation
+
+    def resume(self, incarnation: str) -> None:
+        """The workers of this job begin it anew."""
+        with self._changed:
+            if incarnation in self._meetings:
+                self._meetings[incarnation].resumed = True
+            self._changed.notify_all()
+
+    def wait_resumed(self, timeout_s: float) -> None:
+        """Waits while workers meet that go on with their job: no other may have this pserver meanwhile."""
+
+        def is_over() -> bool:
+            now_s = time.monotonic()
+            return all(
+                meeting.resumed or isinstance(meeting.outcome, TfpsError) or now_s - meeting.began_s > 2 * _GRACE_S
+                for meeting in self._meetings.values()
+            )
+
+        with self._changed:
+            self._changed.wait_for(is_over, min(timeout_s, 2 * _GRACE_S))
+
+    def _conclude(self, meeting: _Meeting, waited: bool) -> None:
+        try:
+            meeting.outcome = conclude(meeting.reports, waited)
+        except TfpsError as error:
+            if waited:  # else somebody may still come
+                meeting.outcome = error
+        if meeting.outcome is not None:
+            self._changed.notify_all()
+
+
+def _report(message: pb.Report) -> Report:
+    return Report(
+        generation=message.generation,
+        ranks=frozenset(message.ranks),
+        lost=frozenset(message.lost),
+        silent=frozenset(message.silent),
+        reached=tuple(message.reached),
+        refused=frozenset(message.refused),
+        unreached=frozenset(message.unreached),
+        declarations=message.declarations,
+        steps=tuple(message.steps),
+        results={each.bucket: tuple(each.ranks) for each in message.results},
+        reason=message.reason,
+    )

@@ -1,0 +1,509 @@
+"""A worker that goes on when pservers are lost, come back, or join (`Config.outlives_pservers`).
+
+Such a job keeps nothing on its pservers but rounds under way. So a lost pserver ends the job there; its workers meet,
+agree where each bucket is, and begin the job anew: see tfps/membership/regrouping.py. What a worker has pushed is kept
+until the reply, and the reply until the next one, by reference.
+
+Tested in tests/worker/test_lost_pservers.py and tests/elastic/test_lost_pservers.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tfps.config import Config, Security
+from tfps.errors import ClosedError, ConnectError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.exchange.aggregate import split_gathered
+from tfps.exchange.codecs import Floats
+from tfps.exchange.interface import (
+    BucketSpec,
+    Captures,
+    FailureListener,
+    FailureState,
+    Link,
+    OnReply,
+    Payload,
+    Reply,
+    as_bytes,
+    declared,
+)
+from tfps.membership.members import Resumed
+from tfps.membership.view import View
+from tfps.protos import tfps_pb2 as pb
+from tfps.trace.recorder import Recorder
+from tfps.types import Array, Buffer
+from tfps.worker.meeting import meet, pservers_now
+from tfps.worker.worker import Worker
+
+logger = logging.getLogger("tfps")
+_T = TypeVar("_T")
+_PAUSE_S = 0.2  # before another attempt
+_NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
+_MOST_CONNECT_S = 15.0  # for all to begin anew, once they have met
+_SAID_S = 10.0  # between log lines of a wait
+
+
+@dataclass(eq=False, slots=True)
+class _Push:
+    """What has been pushed and not been answered."""
+
+    payload: memoryview | None
+    on_reply: OnReply
+    collects: bool = False  # residuals: see State.collect_residual
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A bucket, as it goes from one `Worker` to the next."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)  # guards all below
+    worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
+    pushes: deque[_Push] = field(default_factory=deque)
+    replies: int = 0
+    last: Reply = field(default_factory=Reply)
+
+
+class ElasticWorker:
+    """An `Exchange` over one `Worker` after the other. The constructor is that of `Worker`."""
+
+    embedded = False
+
+    def __init__(
+        self,
+        pservers: Sequence[str],
+        *,
+        rank: int | None = None,
+        workers: int | None = None,
+        job: str = "",
+        config: Config,
+        recorder: Recorder,
+    ) -> None:
+        self.config, self._recorder, self._job = config, recorder, job
+        self._security = Security.of_worker(config)
+        self._failures = FailureState()
+        self._buckets: list[_Bucket] = []
+        self._lines: list[str] = []  # details of declarations without buckets
+        self._latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()  # declaration
+        self._changed = threading.Condition()  # guards the next four
+        self._regrouping = False
+        self._addresses = list(pservers)
+        self._lost: set[int] = set()  # in earlier views
+        self._ended: set[int] = set()  # whose programs have ended, in earlier views
+        self._over = threading.Event()  # failed or closed
+        if len(set(pservers)) == len(pservers):  # else an error
+            self._addresses = list(pservers_now(pservers, self._security))
+        self._worker = Worker(self._addresses, rank=rank, workers=workers, job=job, config=config, recorder=recorder)
+        self._first = self._worker.incarnation  # of the job when it began
+        self._declarations = self._worker.declarations
+        self.info = self.state = self.peers = self.joining = self
+        self._worker.add_failure_listener(functools.partial(self._failed, self._worker))
+
+    # What is asked of the worker that there is now
+
+    @property
+    def rank(self) -> int:
+        return self._worker.rank
+
+    @property
+    def view(self) -> View:
+        return self._worker.view
+
+    @property
+    def places(self) -> Sequence[int]:
+        with self._changed:
+            return sorted({*self._worker.places, *self._ended})
+
+    @property
+    def captures(self) -> Captures:
+        return self._worker.captures
+
+    @property
+    def failure(self) -> TfpsError | None:
+        return self._failures.failure
+
+    @property
+    def run(self) -> str:
+        return self._worker.run
+
+    @property
+    def slice_bytes(self) -> int:
+        return self._worker.slice_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        return self._worker.window_bytes
+
+    def owners(self, bucket: int) -> list[int]:
+        return self._worker.owners(bucket)
+
+    def progress(self, bucket: int) -> float:
+        return self._worker.progress(bucket)
+
+    def links(self) -> list[Link]:
+        return self._worker.links()
+
+    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
+        self._worker.write(bucket, array, begin, values)
+
+    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
+        return self._worker.read(bucket, array, begin, nbytes)
+
+    def steps(self, bucket: int) -> int:
+        return self._worker.steps(bucket)
+
+    def set_residual(self, bucket: int, values: Floats) -> None:
+        self._worker.set_residual(bucket, values)
+
+    @property
+    def on_awaited(self) -> Callable[[int, int], object]:
+        return self._worker.peers.on_awaited
+
+    @on_awaited.setter
+    def on_awaited(self, call: Callable[[int, int], object]) -> None:
+        self._worker.peers.on_awaited = call
+
+    def quiesce(self) -> None:
+        self._worker.peers.quiesce()
+
+    def fetch_add(self, counter: str) -> int:
+        return self._worker.peers.fetch_add(counter)
+
+    def is_awaited(self, bucket: int) -> bool:
+        return self._worker.peers.is_awaited(bucket)
+
+    def extend_deadline(self, bucket: int) -> None:
+        self._worker.peers.extend_deadline(bucket)
+
+    def skip(self, buckets: Sequence[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:
+        return self._worker.skip(buckets, step, on_reply)
+
+    # A job under way
+
+    @property
+    def least(self) -> int:
+        return self._worker.least
+
+    @property
+    def told(self) -> bool:
+        return self._worker.told
+
+    @told.setter
+    def told(self, value: bool) -> None:
+        self._worker.told = value
+
+    @property
+    def candidate(self) -> bool:
+        return self._worker.candidate
+
+    def lines(self) -> Sequence[str]:
+        return self._worker.lines()
+
+    def trying_out(self) -> contextlib.AbstractContextManager[None]:
+        return self._worker.trying_out()
+
+    def take_part(self, training: int) -> Sequence[int] | None:
+        worker, lines = self._worker, self._worker.lines()
+        others = worker.take_part(training)
+        if others is not None:
+            with self._changed:
+                self._lines, self._declarations = list(lines), worker.declarations
+                self._know(worker)
+                for number, bucket in enumerate(self._buckets):
+                    bucket.replies = worker.steps(number)
+        return others
+
+    def candidates(self, training: int) -> list[int]:
+        return self._call(lambda worker: worker.candidates(training))
+
+    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
+        return self._worker.admit(candidates)
+
+    def _call(self, what: Callable[[Worker], _T]) -> _T:
+        """Calls `what`, again if a pserver is lost meanwhile."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._regrouping or self._over.is_set())
+                worker = self._worker
+            self._failures.check()
+            try:
+                return what(worker)
+            except (PserverLostError, ClosedError):
+                if not self._is_lost(worker):
+                    raise
+
+    def _is_lost(self, worker: Worker) -> bool:
+        """Whether the job goes on with others after a call of `worker` has failed; its streams may say so later."""
+
+        def known() -> bool:
+            return self._worker is not worker or self._regrouping or self._over.is_set()
+
+        with self._changed:
+            self._changed.wait_for(known, _NOTICED_S)
+            return self._worker is not worker or self._regrouping
+
+    # Declaring and pushing
+
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
+        def declare(worker: Worker) -> list[int]:
+            ids = worker.declare(specs, details, stop)
+            with self._changed:
+                if self._worker is not worker or self._regrouping:
+                    raise PserverLostError("a pserver was lost meanwhile")  # declared again, with the next ones
+                self._declarations, self._latest = worker.declarations, (specs, details)
+                self._lines += [] if specs else details
+                self._know(worker)
+            return ids
+
+        return self._call(declare)
+
+    def _know(self, worker: Worker) -> None:
+        """Knows all buckets that `worker` has. Caller holds the lock."""
+        self._buckets += [_Bucket(worker=worker) for _ in worker.specs()[len(self._buckets) :]]
+
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
+        if step_scalars:
+            raise TypeError("no bucket has an update here")
+        self._push(bucket, _Push(as_bytes(payload), on_reply))
+
+    def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
+        self._push(bucket, _Push(None, on_reply, collects=True))
+
+    def _push(self, number: int, push: _Push) -> None:
+        bucket = declared(self._buckets, number)
+        with bucket.lock:
+            # Under the lock: either this sees the end, or the end sees this push.
+            if (end := self._failures.end) is None:
+                bucket.pushes.append(push)
+                if bucket.worker is not None:
+                    try:
+                        self._give(number, bucket.worker, push)
+                    except TfpsError:
+                        bucket.pushes.remove(push)
+                        raise
+        if end is not None:
+            push.on_reply(Reply(error=end))
+
+    def _give(self, number: int, worker: Worker, push: _Push) -> None:
+        def take(reply: Reply) -> None:
+            self._take(number, worker, push, reply)
+
+        if push.collects:
+            worker.collect_residual(number, take)
+        else:
+            worker.push(number, push.payload, take)
+
+    def _take(self, number: int, worker: Worker, push: _Push, reply: Reply) -> None:
+        """Takes a reply, unless the push is for another worker now, or will be."""
+        bucket = self._buckets[number]
+        with bucket.lock:
+            if bucket.worker is not worker or push not in bucket.pushes:
+                return
+            if reply.error is not None and self._goes_on(worker, reply.error):
+                return
+            bucket.pushes.remove(push)
+            if reply.error is None:
+                bucket.replies, bucket.last = bucket.replies + 1, reply
+        push.on_reply(reply)
+
+    # Failing and closing
+
+    def add_failure_listener(self, listener: FailureListener) -> None:
+        self._failures.add_listener(listener)
+
+    def _goes_on(self, worker: Worker, error: TfpsError) -> bool:
+        """Whether the job goes on with other pservers after `error` of `worker`."""
+        return isinstance(error, PserverLostError) and not worker.candidate and self._failures.end is None
+
+    def _failed(self, worker: Worker, error: TfpsError) -> None:
+        """`worker` has failed: meets the others, or fails."""
+        with self._changed:
+            if worker is not self._worker:
+                return
+            goes_on = self._goes_on(worker, error)
+            if goes_on:
+                self._regrouping = True
+        if goes_on:
+            threading.Thread(target=self._regroup, args=[worker, error], name="tfps-regroup", daemon=True).start()
+        else:
+            self._end(error)
+
+    def _end(self, error: TfpsError) -> None:
+        """Fails; answers what the worker that there is now does not."""
+        self._failures.fail(error)
+        self._answer(error)
+
+    def _answer(self, error: TfpsError) -> None:
+        self._over.set()
+        with self._changed:
+            self._changed.notify_all()
+        for bucket in list(self._buckets):
+            with bucket.lock:
+                pushes, bucket.pushes = list(bucket.pushes), deque()
+            for push in pushes:
+                push.on_reply(Reply(error=error))
+
+    def fail(self, error: TfpsError) -> None:
+        self._failures.fail(error)
+        self._worker.fail(error)
+        self._answer(error)
+
+    def close(self, reason: str = "") -> None:
+        if self._failures.close():
+            self._over.set()
+            self._worker.close(reason)
+            self._answer(self._failures.end or ClosedError("the exchange is closed"))
+
+    # Other pservers
+
+    def _regroup(self, old: Worker, error: TfpsError) -> None:
+        """Goes on with other pservers; on its own thread."""
+        try:
+            logger.warning("tfps: %s; rank %d meets the other workers at another pserver", error, self.rank)
+            for bucket in self._buckets:  # nothing that comes from now on counts
+                with bucket.lock:
+                    bucket.worker = None
+            threading.Thread(target=old.close, name="tfps-hang-up", daemon=True).start()
+            self._begin_anew(old, str(error))
+        except TfpsError as failure:
+            self._end(failure)
+        except Exception as bug:  # else every push would wait for ever
+            self._end(TfpsError(f"rank {self.rank}: could not go on with other pservers: {bug!r}"))
+
+    def _begin_anew(self, old: Worker, reason: str) -> None:
+        limit_s, began_s = self.config.rejoin_timeout_s, time.monotonic()
+        said_s, generation = began_s, old.view.generation
+        while not self._over.is_set():
+            new: Worker | None = None
+            try:
+                report = self._report(old, generation, reason)
+                reply = meet(self._addresses, self._security, old.uid, self._first, self.rank, report)
+                generation = reply.generation
+                new = self._worker_with(reply)
+                self._restore(new, old, reply)
+                return
+            except (ConnectError, PserverLostError, WaitTimeoutError) as error:
+                if new is not None:
+                    new.close()
+                now_s = time.monotonic()
+                if now_s - began_s > limit_s:
+                    raise PserverLostError(
+                        f"{reason}; the job could not go on with other pservers within {limit_s:.3g} s "
+                        f"(rejoin_timeout_s): {error}"
+                    ) from error
+                if now_s - said_s > _SAID_S:
+                    said_s = now_s
+                    logger.warning("tfps: waits for a pserver; %.0f s so far: %s", now_s - began_s, error)
+            except BaseException:
+                if new is not None:
+                    new.close()
+                raise
+            self._over.wait(_PAUSE_S)
+
+    def _report(self, old: Worker, generation: int, reason: str) -> pb.Report:
+        view = old.view
+        everybody = sorted(view.ranks)
+        return pb.Report(
+            generation=generation,
+            ranks=view.ranks,
+            lost=set(range(view.workers)).difference(view.ranks),
+            silent=old.silent,
+            declarations=self._declarations,
+            steps=[bucket.replies for bucket in self._buckets],
+            results=[
+                pb.Result(bucket=number, rank=self.rank, ranks=sorted(bucket.last.ranks))
+                for number, bucket in enumerate(self._buckets)
+                if sorted(bucket.last.ranks) != everybody
+            ],
+            reason=reason,
+        )
+
+    def _worker_with(self, reply: pb.RegroupReply) -> Worker:
+        connect_s = min(self.config.connect_timeout_s, _MOST_CONNECT_S)
+        return Worker(
+            list(reply.pservers),
+            rank=self.rank,
+            job=self._job,
+            config=dataclasses.replace(self.config, connect_timeout_s=connect_s),
+            recorder=self._recorder,
+            resumed=Resumed(self._first, reply.generation, tuple(reply.ranks), tuple(reply.pservers), reply.reason),
+        )
+
+    def _restore(self, new: Worker, old: Worker, reply: pb.RegroupReply) -> None:
+        """Lets `new` go on where the replies of `old` have ended."""
+        steps, specs = list(reply.steps), old.specs()
+        results = {each.bucket: each for each in reply.results}
+        new.resume(specs[: len(steps)], self._lines, [step - (n in results) for n, step in enumerate(steps)])
+        for number, bucket in enumerate(self._buckets[: len(steps)]):
+            new.take_residual(number, old, pushes_again=bucket.replies == steps[number])
+        answered = self._exchange_results(new, results)
+        if self._declarations > reply.declarations:  # the others declare this now, again
+            new.declare(*self._latest)
+        with self._changed:
+            self._ended.update(set(old.places).difference(old.view.ranks))
+            self._addresses += [each for each in reply.pservers if each not in self._addresses]
+            self._worker, self._declarations, self._regrouping = new, new.declarations, False
+            self._changed.notify_all()
+        for number, bucket in enumerate(self._buckets):
+            with bucket.lock:
+                bucket.worker = new
+                for push in bucket.pushes:
+                    self._give(number, new, push)
+        ranks = len(new.view.ranks)
+        logger.info("tfps: goes on with %d pservers and %d workers", len(reply.pservers), ranks)
+        new.add_failure_listener(functools.partial(self._failed, new))
+        for push, own in answered:
+            push.on_reply(own)
+
+    def _exchange_results(self, new: Worker, results: dict[int, pb.Result]) -> list[tuple[_Push, Reply]]:
+        """Gives and gets the last replies that some ranks lack; returns this rank's, with the pushes they answer."""
+        came = threading.Semaphore(0)
+        replies: dict[int, Reply] = {}
+
+        def take(number: int, reply: Reply) -> None:
+            replies[number] = reply
+            came.release()
+
+        for number, result in results.items():
+            own = self._buckets[number].last if result.rank == self.rank else None
+            new.repeat(number, None if own is None else _packed(own), functools.partial(take, number))
+        for _ in results:
+            if not came.acquire(timeout=self.config.step_timeout_s):
+                raise WaitTimeoutError("the last replies of other ranks have not come")
+        answered = []
+        for number, result in results.items():
+            if (error := replies[number].error) is not None:
+                raise error
+            bucket, reply = self._buckets[number], _unpacked(replies[number], result)
+            with bucket.lock:
+                if bucket.replies < new.steps(number):  # this rank lacked it
+                    answered.append((bucket.pushes.popleft(), reply))
+                    bucket.replies, bucket.last = bucket.replies + 1, reply
+        return answered
+
+
+def _packed(reply: Reply) -> Buffer:
+    """What a rank gives to those that lack this reply."""
+    if reply.parts is None:
+        return reply.sum
+    parts = [memoryview(reply.parts[rank]).cast("B") for rank in sorted(reply.parts)]
+    return b"".join([struct.pack(f"<{len(parts)}Q", *map(len, parts)), *parts])
+
+
+def _unpacked(reply: Reply, result: pb.Result) -> Reply:
+    """The reply that rank `result.rank` has given."""
+    ranks = sorted(result.ranks)
+    if reply.parts is None:
+        return Reply(sum=reply.sum, ranks=ranks)
+    return Reply(parts=split_gathered(memoryview(reply.parts[result.rank]), ranks), ranks=ranks)

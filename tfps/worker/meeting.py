@@ -1,0 +1,106 @@
+"""How a worker that has lost a pserver finds the one at which all meet; see tfps/membership/regrouping.py."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from tfps.config import Security
+from tfps.errors import PserverLostError, TfpsError
+from tfps.protos import tfps_pb2 as pb
+from tfps.wire.control import Pserver
+from tfps.wire.reach import split
+
+logger = logging.getLogger("tfps")
+_DIAL_S, _ASK_S = 1.0, 2.0
+_MEET_S, _MARGIN_S = 30.0, 5.0
+
+
+class _Answer(enum.Enum):
+    KNOWS = enum.auto()  # it has the job
+    IDLE = enum.auto()  # it has not
+    REFUSED = enum.auto()  # nothing runs there
+    SILENT = enum.auto()
+
+
+@contextlib.contextmanager
+def _pserver(address: str, security: Security, uid: str) -> Iterator[Pserver]:
+    pserver = Pserver(address, security)
+    pserver.sign(uid)
+    try:
+        yield pserver
+    finally:
+        pserver.close()
+
+
+def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest) -> tuple[_Answer, Sequence[str]]:
+    """What is at `address`, and the pservers of the job that is under way there, if it was resumed."""
+    try:
+        socket.create_connection(split(address), _DIAL_S).close()
+    except ConnectionRefusedError:
+        return _Answer.REFUSED, ()
+    except OSError:
+        return _Answer.SILENT, ()
+    with _pserver(address, security, uid) as pserver:
+        try:
+            reply = pserver.call("Regroup", request, _ASK_S)
+        except PserverLostError:
+            return _Answer.SILENT, ()
+        except TfpsError:  # it is stopping
+            return _Answer.REFUSED, ()
+    return _Answer.KNOWS if reply.known else _Answer.IDLE, list(reply.pservers)
+
+
+def _ask_all(
+    addresses: Sequence[str], security: Security, uid: str, incarnation: str
+) -> dict[str, tuple[_Answer, Sequence[str]]]:
+    found: dict[str, tuple[_Answer, Sequence[str]]] = {}
+    request = pb.RegroupRequest(incarnation=incarnation, asks=True)
+
+    def ask(address: str) -> None:
+        found[address] = _ask(address, security, uid, request)
+
+    threads = [threading.Thread(target=ask, args=[address], daemon=True) for address in addresses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {address: found[address] for address in addresses}
+
+
+def pservers_now(addresses: Sequence[str], security: Security) -> Sequence[str]:
+    """The pservers of a job under way at `addresses` that has others now; `addresses` if there is none."""
+    for _, pservers in _ask_all(addresses, security, "", "").values():
+        if pservers:
+            return pservers
+    return addresses
+
+
+def meet(
+    addresses: Sequence[str], security: Security, uid: str, incarnation: str, rank: int, report: pb.Report
+) -> pb.RegroupReply:
+    """Meets the other workers of the job at one of `addresses`; returns what they agree on.
+
+    PserverLostError, WaitTimeoutError: not now, maybe later. Other TfpsErrors: this worker cannot go on.
+    """
+    answers: Mapping[str, _Answer] = {
+        address: answer for address, (answer, _) in _ask_all(addresses, security, uid, incarnation).items()
+    }
+
+    def those(*kinds: _Answer) -> list[str]:
+        return [address for kind in kinds for address in addresses if answers[address] is kind]
+
+    report.reached[:] = [a for a in addresses if answers[a] in (_Answer.KNOWS, _Answer.IDLE)]
+    report.refused[:], report.unreached[:] = those(_Answer.REFUSED), those(_Answer.SILENT)
+    request = pb.RegroupRequest(incarnation=incarnation, rank=rank, report=report, timeout_s=_MEET_S)
+    for address in those(_Answer.KNOWS, _Answer.IDLE):
+        with _pserver(address, security, uid) as pserver:
+            try:
+                return pserver.call("Regroup", request, _MEET_S + _MARGIN_S)
+            except PserverLostError as error:
+                logger.info("tfps: rank %d met nobody at pserver %s: %s", rank, address, error)
+    raise PserverLostError(f"no pserver of {', '.join(addresses)} answers")
