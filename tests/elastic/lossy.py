@@ -146,12 +146,13 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
             run_eagerly="eagerly" in kind,
         )
     fit(kind, model, strategy, callback, folder)
-    worker = cast(Worker, strategy._runtime.exchange)
+    exchange = strategy._runtime.exchange
+    worker = cast(Worker, getattr(exchange, "_worker", exchange))
     found = {
         "weights": model.get_weights(),
-        "ranks": worker.places,
+        "ranks": exchange.places,
         "divided": divided,
-        "losses": [(loss.rank, loss.bucket, loss.step, loss.slices) for loss in worker._losses.found],
+        "losses": [(loss.rank, loss.bucket, loss.step, loss.slices) for loss in worker.losses.found],
         "buckets": {
             b.spec.name: (b.spec.names, list(b.cutting.slices)) for b in worker._buckets if faults.is_gradient(b)
         },

@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -42,8 +42,8 @@ Point = Literal[
 POINTS: tuple[Point, ...] = Point.__args__  # type: ignore[attr-defined]
 
 
-def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbacks.Callback:
-    """Makes this process get the signal `how` there; returns a callback that `fit` needs for some points.
+def fail_at(step: int, point: Point, how: int = signal.SIGKILL, pids: Sequence[int] = ()) -> keras.callbacks.Callback:
+    """Makes this process get the signal `how` there, or those with `pids`; returns a callback that `fit` may need.
 
     `step` counts from 0: of a gradient, of batches that are announced, of declarations (number 0 is joining), of
     batches of an evaluation, of saves, of calls that admit others (one for each pserver), of hand-overs to those who
@@ -55,8 +55,9 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbac
     def end() -> None:
         if next(once, "ended") == "ended":
             return
-        os.kill(os.getpid(), how)
-        if how == signal.SIGKILL:
+        for pid in pids or [os.getpid()]:
+            os.kill(pid, how)
+        if how == signal.SIGKILL and not pids:
             threading.Event().wait()  # it is on its way
 
     at_call = functools.partial(_at_call, step=step, end=end)
@@ -85,9 +86,31 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL) -> keras.callbac
             _at_call(Extended, "take_from_first_rank", step=0, end=end, only=lambda *_: handing.is_set())
     elif point == "while it asks to join":
         at_call(PserverClient, "ready")
+    elif pids:
+        _replace(PushedBucket, "frames", functools.partial(_while_pushing, step=step, point=point, end=end))
     else:
         _at_pushes(step, point, end)
     return callback
+
+
+def _while_pushing(
+    original: Function,
+    bucket: PushedBucket,
+    number: int,
+    push: Push,
+    *rest: Argument,
+    step: int,
+    point: Point,
+    end: Callable[[], None],
+) -> Iterator[tuple[int, Outgoing]]:
+    """Calls `end` before or after the first slice of a step, or after the last one, and goes on."""
+    here = is_gradient(bucket) and push.step == step
+    for index, each in enumerate(original(bucket, number, push, *rest)):
+        if here and index == int(point == "between slices") and point != "after the last push":
+            end()
+        yield each
+    if here and point == "after the last push":
+        end()
 
 
 def _if(now: bool, end: Callable[[], None], original: Function, *arguments: Argument) -> Structure:

@@ -67,7 +67,7 @@ def test_who_joins_knows_those_who_have_joined_since_it_came(cluster: Cluster) -
     job.workers[1] = job.candidates.pop(1)
     for each in [push(worker, GRADIENT, ONES) for worker in job.workers.values()]:
         assert summed(each.wait()).tolist() == [2.0] * 512
-    assert not job.workers[1]._losses.found, "rank 2 was lost before it came"
+    assert not job.workers[1].losses.found, "rank 2 was lost before it came"
     job.admit([2])
     assert job.candidates[2].view.ranks == (0, 1, 2)
 

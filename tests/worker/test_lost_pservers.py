@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jobs
 import numpy as np
 import pytest
-from jobs import Cluster, Failed, Pending, attempt, bucket, poll, push, summed, together
+from jobs import Cluster, Failed, Pending, bucket, poll, push, summed, together
 
-from tfps.config import Config
-from tfps.errors import MismatchError, PserverLostError, TfpsError, WorkerLostError
+from tfps.config import Config, Security
+from tfps.errors import ClosedError, ConnectError, PserverLostError, TfpsError, UnsupportedError, WorkerLostError
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
+from tfps.pserver import regrouping
+from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.trace.recorder import Recorder
+from tfps.types import Argument, Array
+from tfps.wire.frames import Header
+from tfps.wire.shared_memory import Place
+from tfps.worker.bucket import Incoming, PushedBucket
 from tfps.worker.elastic import ElasticWorker
+from tfps.worker.worker import Worker
 
 CONFIG = dataclasses.replace(jobs.CONFIG, min_workers=1, deterministic=True, rejoin_timeout_s=jobs.DEADLINE_S)
 ITEMS = 1024
@@ -32,12 +39,15 @@ SPECS = [
 class Job:
     """Workers and pservers, which may be lost."""
 
-    def __init__(self, cluster: Cluster, workers: int = 3, pservers: int = 3, config: Config = CONFIG) -> None:
+    def __init__(
+        self, cluster: Cluster, workers: int = 3, pservers: int = 3, config: Config = CONFIG, codec: str = "none"
+    ) -> None:
         self.cluster, self.config = cluster, config
         self.servers = [cluster.pserver(workers) for _ in range(pservers)]
         addresses = [server.address for server in self.servers]
         self.workers = together(*(functools.partial(self.worker, addresses, rank) for rank in range(workers)))
-        self.declare(SPECS)
+        gradient = dataclasses.replace(SPECS[GRADIENT], codec=codec_of(codec))
+        self.declare([gradient, *SPECS[1:]])
         self.random = np.random.default_rng(1)
         self.steps = 0
 
@@ -49,11 +59,12 @@ class Job:
     def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> None:
         together(*(functools.partial(worker.declare, specs, details) for worker in self.workers))
 
-    def begin(self, number: int) -> list[tuple[Pending, np.ndarray]]:
-        values = [self.random.normal(size=ITEMS).astype(np.float32) for _ in self.workers]
-        return [(push(worker, number, each), each) for worker, each in zip(self.workers, values, strict=True)]
+    def begin(self, number: int, workers: int = 3) -> list[tuple[Pending, Array]]:
+        """A round in which the first `workers` have pushed."""
+        values = [self.random.normal(size=ITEMS).astype(np.float32) for _ in self.workers[:workers]]
+        return [(push(worker, number, each), each) for worker, each in zip(self.workers, values, strict=False)]
 
-    def check(self, pushed: list[tuple[Pending, np.ndarray]]) -> None:
+    def check(self, pushed: list[tuple[Pending, Array]]) -> None:
         """All have the sum of what all have pushed, in rank order."""
         (_, total), *others = pushed
         for _, values in others:
@@ -74,6 +85,12 @@ class Job:
         self.steps += 1
         assert {worker.steps(GRADIENT) for worker in self.workers} == {self.steps}
 
+    def goes_on_with(self, servers: Sequence[ParameterServer]) -> None:
+        """All workers have these pservers, and no failure."""
+        for worker in self.workers:
+            assert [link.pserver for link in worker.links()] == [server.address for server in servers]
+            assert worker.failure is None
+
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1], [1, 2]])
 def test_a_job_goes_on_without_pservers_that_end(cluster: Cluster, which: list[int]) -> None:
@@ -84,14 +101,184 @@ def test_a_job_goes_on_without_pservers_that_end(cluster: Cluster, which: list[i
     for index in which:
         job.servers[index].stop(0)
     rest = zip(job.workers[1:], values[1:], strict=True)
-    pushed = [first, *(push(worker, GRADIENT, each) for worker, each in rest)]
-    for pending in pushed:
+    for pending in [first, *(push(worker, GRADIENT, each) for worker, each in rest)]:
         np.testing.assert_array_equal(summed(pending.wait()), sum(values))
+    for number in (TOTAL, WORDS):
+        for pending in [push(worker, number, None) for worker in job.workers]:
+            pending.wait()
     job.steps += 1
-    for each in (TOTAL, WORDS):
-        for pending in [push(worker, each, None) for worker in job.workers]:
+    job.step()
+    job.goes_on_with([server for index, server in enumerate(job.servers) if index not in which])
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> Callable[[ElasticWorker], None]:
+    """Lets no more replies reach a worker that is passed to it, as of now."""
+    take, deaf = Incoming.data, list[Sequence[PushedBucket]]()
+
+    def data(self: Incoming, header: Header, payload: memoryview, place: Place | None) -> None:
+        if not any(self._buckets is each for each in deaf):
+            take(self, header, payload, place)
+
+    monkeypatch.setattr(Incoming, "data", data)
+    return lambda worker: deaf.append(worker._worker._buckets)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "onebit"])
+@pytest.mark.parametrize("deaf_ranks", [[0], [1, 2]])
+def test_who_lacks_a_result_gets_it_from_one_who_has_it(
+    cluster: Cluster, deaf: Callable[[ElasticWorker], None], deaf_ranks: list[int], codec: str
+) -> None:
+    job = Job(cluster, codec=codec)
+    for pending, _ in job.begin(GRADIENT):
+        pending.wait()
+    for rank in deaf_ranks:
+        deaf(job.workers[rank])
+    pushed = [[pending for pending, _ in job.begin(number)] for number in (GRADIENT, TOTAL)]
+    pushed.append([push(worker, WORDS, f"rank {worker.rank}".encode()) for worker in job.workers])
+    known = next(rank for rank in range(3) if rank not in deaf_ranks)
+    for each in pushed:
+        each[known].wait()
+    after = push(job.workers[known], GRADIENT, np.ones(ITEMS, np.float32))  # who has it is one round ahead
+    job.servers[1].stop(0)
+    for each in pushed[:2]:
+        results = [summed(pending.wait()).tobytes() for pending in each]
+        assert results == [results[known]] * 3
+    for pending in pushed[2]:
+        parts = pending.wait().parts
+        assert parts is not None
+        assert [bytes(part) for part in parts.values()] == [b"rank 0", b"rank 1", b"rank 2"]
+    others = [push(w, GRADIENT, np.ones(ITEMS, np.float32)) for w in job.workers if w.rank != known]
+    assert len({summed(pending.wait()).tobytes() for pending in (after, *others)}) == 1
+    job.goes_on_with([job.servers[0], job.servers[2]])
+
+
+def test_a_declaration_that_only_some_have_made_is_made_by_all(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last pserver's answer does not reach two of the workers."""
+    job = Job(cluster)
+    declare, more = Worker.declare, [bucket(4 * ITEMS, name="more")]
+
+    def lose_it(worker: Worker, *arguments: Argument) -> list[int]:
+        ids = declare(worker, *arguments)
+        if worker.rank:
+            monkeypatch.setattr(Worker, "declare", declare)
+            worker.fail(PserverLostError("its answer did not come"))
+            raise PserverLostError("its answer did not come")
+        return ids
+
+    monkeypatch.setattr(Worker, "declare", lose_it)
+    job.declare(more, ["a detail"])
+    job.check(job.begin(3))
+    job.step()
+    job.declare([], ["another"])
+    assert {worker._worker.declarations for worker in job.workers} == {job.workers[0]._worker.declarations}
+
+
+def test_the_only_pserver_comes_back_at_its_address(cluster: Cluster) -> None:
+    job = Job(cluster, pservers=1)
+    job.step()
+    pushed = job.begin(GRADIENT, 2)
+    job.servers[0].stop(0)
+    server = ParameterServer("127.0.0.1", job.servers[0].port, workers=3)
+    cluster.callback(server.stop, 0.2)
+    last = push(job.workers[2], GRADIENT, np.ones(ITEMS, np.float32))
+    total = sum(values for _, values in pushed) + 1
+    for pending in (*(pending for pending, _ in pushed), last):
+        np.testing.assert_array_equal(summed(pending.wait()), total)
+    job.goes_on_with([server])
+
+
+def test_a_pserver_that_joins_takes_its_part(cluster: Cluster) -> None:
+    job = Job(cluster, pservers=1)
+    job.step()
+    more = cluster.pserver(3)
+    offer(job.servers[0].address, more.address, 3, Security())
+    for _ in range(3):
+        job.step()
+    poll(lambda: len(job.workers[0].links()) == 2)
+    job.step()
+    job.goes_on_with([job.servers[0], more])
+    assert all(server.status().shard_bytes == 4 * ITEMS for server in (job.servers[0], more))
+    job.servers[0].stop(0)
+    job.step()
+    job.goes_on_with([more])
+
+
+def test_a_pserver_joins_only_where_it_can(cluster: Cluster) -> None:
+    idle, other = cluster.pserver(3), cluster.pserver(2)
+    with pytest.raises(ConnectError, match="no job is under way there"):
+        offer(idle.address, "127.0.0.1:1", 3, Security())
+    with pytest.raises(ConnectError, match=r"--workers 2.*with 3; start both"):
+        offer(idle.address, "127.0.0.1:1", 2, Security())
+    with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1 \(--join\) does not answer"):
+        offer("127.0.0.1:1", other.address, 2, Security())
+    jobs.job(cluster, 2, bucket(8))
+    address = jobs.job(cluster, 1, bucket(8))[0].links()[0].pserver
+    with pytest.raises(UnsupportedError, match="min_workers, mode='sync' and update='worker' only"):
+        offer(address, "127.0.0.1:1", 1, Security())
+
+
+def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with their host; the others meet, and wait for it for a while."""
+    monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
+    job = Job(cluster)
+    job.step()
+    monkeypatch.setattr(ElasticWorker, "_regroup", _but_rank(2, ElasticWorker._regroup))
+    pushed = job.begin(GRADIENT, 2)
+    job.servers[2].stop(0)
+    for pending, _ in pushed:
+        np.testing.assert_array_equal(summed(pending.wait()), pushed[0][1] + pushed[1][1])
+        assert sorted(pending.replies[0].ranks) == [0, 1]
+    late = job.workers.pop()
+    job.steps += 1
+    for number in (TOTAL, WORDS):
+        for pending in [push(worker, number, None) for worker in job.workers]:
             pending.wait()
     job.step()
-    left = {server.address for index, server in enumerate(job.servers) if index not in which}
-    assert {link.pserver for link in job.workers[0].links()} == left
-    assert all(worker.failure is None for worker in job.workers)
+    job.goes_on_with(job.servers[:2])
+    assert {worker.view.ranks for worker in job.workers} == {(0, 1)}
+    monkeypatch.undo()
+    failed = Failed(late)
+    late._regroup(late._worker, PserverLostError("it has slept"))
+    assert isinstance(failed.wait(), WorkerLostError)
+    assert "went on without this one" in str(failed.wait())
+
+
+def _but_rank(rank: int, regroup: Callable[[ElasticWorker, Worker, TfpsError], None]) -> Callable[..., None]:
+    return lambda self, *arguments: None if self.rank == rank else regroup(self, *arguments)
+
+
+def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:
+    job = Job(cluster)
+    job.workers.pop().close("it ends early")
+    job.servers[0].stop(0)
+    job.step()
+    candidate = job.worker([server.address for server in job.servers], 2)
+    assert candidate.candidate
+    assert candidate.declare(SPECS) == [GRADIENT, WORDS, TOTAL]
+    assert [link.pserver for link in candidate.links()] == [server.address for server in job.servers[1:]]
+
+
+def test_without_any_pserver_the_job_ends_by_name(cluster: Cluster) -> None:
+    job = Job(cluster, config=dataclasses.replace(CONFIG, rejoin_timeout_s=0.5))
+    failed = [Failed(worker) for worker in job.workers]
+    pushed = job.begin(GRADIENT, 2)
+    for server in job.servers:
+        server.stop(0)
+    for each in failed:
+        assert "could not go on with other pservers within 0.5 s (rejoin_timeout_s): no pserver of" in str(each.wait())
+    assert isinstance(pushed[0][0].error(), PserverLostError)
+    with pytest.raises(PserverLostError, match="rejoin_timeout_s"):
+        job.workers[0].declare(SPECS)
+
+
+def test_who_closes_while_workers_meet_ends_at_once(cluster: Cluster) -> None:
+    job = Job(cluster, pservers=1)
+    pending, *_ = job.begin(GRADIENT, 2)
+    job.servers[0].stop(0)
+    poll(lambda: job.workers[0]._regrouping)
+    for worker in job.workers:
+        worker.close()
+    assert isinstance(pending[0].error(), ClosedError)

@@ -293,6 +293,20 @@ class MemberStatus(_message.Message):
     window_bytes: int
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ..., shared_memory: bool = ..., busy_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
+class OfferReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class OfferRequest(_message.Message):
+    __slots__ = ["address", "workers"]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    workers: int
+    def __init__(self, address: _Optional[str] = ..., workers: _Optional[int] = ...) -> None: ...
+
 class ProbeReply(_message.Message):
     __slots__ = ["data_port", "failure", "job", "protocol_version", "same_host", "shared_memory", "version", "workers"]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]

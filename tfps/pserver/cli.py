@@ -17,6 +17,7 @@ from tfps import __version__
 from tfps.config import Security
 from tfps.errors import TfpsError
 from tfps.pserver.guard import LOOPBACK, check_host, default_host, is_loopback, reachable
+from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
 from tfps.wire.shared_memory import tune_malloc
@@ -46,6 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usual = "do not" if port is None else port
         add(f"--{name}", type=int, default=port, help=f"{text}, 0 picks a free one (default: {usual})")
     add("--workers", type=int, help="number of workers in a job")
+    add(
+        "--join",
+        metavar="HOST:PORT",
+        help="take part in the job that is under way on this pserver (docs/faults.md)",
+    )
     add("--job", default="", help="serve only jobs of this name (default: any, one at a time)")
     add(
         "--metrics-host",
@@ -140,6 +146,8 @@ def _serve(options: argparse.Namespace, security: Security) -> int:
             if not (security.token_file or security.tls_cert or is_loopback(options.metrics_host)):
                 logger.warning("--insecure: everybody who reaches %s may read its metrics", options.metrics_host)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
+        if options.join is not None:
+            offer(options.join, server.address, options.workers, security)
         if options.while_needed:
             threading.Thread(target=_stop_when_unneeded, args=(server, stop), name="tfps-unneeded", daemon=True).start()
         stop.wait()

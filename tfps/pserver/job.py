@@ -88,6 +88,21 @@ class Job(Elastic):
         if self.is_of(resumed.incarnation) and (own is None or own.generation < resumed.generation):
             self.fail(PserverLostError(resumed.reason))
 
+    def offer(self, address: str) -> None:
+        """Tells the workers of a pserver that is to take part. UnsupportedError: they cannot go on with others."""
+        with self._changed:
+            self._raise_failure()
+            if not self.begun or self.over:
+                raise ConnectError("no job is under way there: give its workers the address when you start them")
+            if not self._shard.config.outlives_pservers:
+                raise UnsupportedError(
+                    "a pserver can join a job with min_workers, mode='sync' and update='worker' only; its workers have "
+                    f"min_workers={self._shard.config.min_workers}, mode={self._shard.config.mode!r} and "
+                    f"update={self._shard.config.update!r}"
+                )
+            self._log(f"is offered pserver {address}")
+            self._announce(Header(Kind.OFFER), address.encode())
+
     @property
     def addresses(self) -> Sequence[str]:
         """Of the pservers of a job under way that goes on with others than it began with; else none."""
@@ -237,7 +252,9 @@ class Job(Elastic):
             self._failure = error
             self._errors.add("job", error)
             if self._membership.members and not self._membership.over:
-                self._log(f"has failed: {type(error).__name__}: {error}")
+                moves = self._shard.config.outlives_pservers and isinstance(error, PserverLostError)
+                what = "ends here, to go on with other pservers" if moves else f"has failed: {type(error).__name__}"
+                self._log(f"{what}: {error}")
             self._shard.buckets = []
             self._changed.notify_all()
         self.recording.fail(error)

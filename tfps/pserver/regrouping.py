@@ -11,13 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tfps.errors import ProtocolError, TfpsError, WaitTimeoutError
+from tfps.config import Security, check_address
+from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.membership.regrouping import Regrouped, Report, check_present, conclude
 from tfps.protos import tfps_pb2 as pb
+from tfps.wire.control import Pserver
 from tfps.wire.send_queue import SILENT_S
 
 _GRACE_S = SILENT_S + 2.0  # by then others have noticed that a pserver is silent, or do not come
 _KEPT = 16  # jobs
+_OFFER_S = 10.0
 _MOST = 2**16  # ranks
 
 
@@ -109,6 +112,19 @@ class Meetings:
                 meeting.outcome = error
         if meeting.outcome is not None:
             self._changed.notify_all()
+
+
+def offer(pserver: str, address: str, workers: int, security: Security) -> None:
+    """Asks `pserver` to let the one at `address` take part in its job. TfpsError: it does not answer, or refuses."""
+    other = Pserver(check_address(pserver), security)
+    try:
+        other.call("Offer", pb.OfferRequest(address=address, workers=workers), _OFFER_S)
+    except PserverLostError as error:
+        raise ConnectError(f"pserver {pserver} (--join) does not answer: {error}") from error
+    except TfpsError as error:
+        raise type(error)(f"pserver {pserver} (--join): {error}") from error
+    finally:
+        other.close()
 
 
 def _report(message: pb.Report) -> Report:

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from tfps import __version__
-from tfps.config import Security
+from tfps.config import Security, check_address
 from tfps.errors import (
     ClosedError,
     ConfigError,
@@ -162,6 +162,7 @@ class ParameterServer:
             "Probe": self._probe,
             "Leave": self._leave,
             "Regroup": self._regroup,
+            "Offer": self._offer,
         }
         calls |= {name: functools.partial(self._of_job, name) for name in _JOB_CALLS}
         handlers = {
@@ -236,7 +237,7 @@ class ParameterServer:
         with self._lock:
             job = self._job
             if self.stopped:
-                raise ClosedError("the pserver is stopping")
+                raise PserverLostError(f"pserver {self.address} is stopping")
         own = job.is_of(request.incarnation)
         if request.asks:
             known = own or self._meetings.knows(request.incarnation)
@@ -247,7 +248,7 @@ class ParameterServer:
                 job.check_present(request.rank, _uid(context))
                 job.fail(PserverLostError(request.report.reason))
             elif job.under_way:
-                raise ClosedError(f"pserver {self.address} has another job")
+                raise PserverLostError(f"pserver {self.address} has another job")
 
         outcome = self._meetings.meet(request, _bounded(request.timeout_s), begin)
         return pb.RegroupReply(
@@ -263,6 +264,18 @@ class ParameterServer:
             ],
             reason=outcome.reason,
         )
+
+    def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
+        if request.workers != self.workers:
+            raise ConnectError(
+                f"pserver {request.address} was started with --workers {request.workers}, pserver {self.address} with "
+                f"{self.workers}; start both with the same number"
+            )
+        check_address(request.address)
+        with self._lock:
+            job = self._job
+        job.offer(request.address)
+        return pb.OfferReply()
 
     def _wait_for_end(self, context: grpc.ServicerContext, applicant: Applicant) -> None:
         """Waits, while a job ends, or for the place of a worker that seems to be lost, for as long as a Join may."""

@@ -42,7 +42,10 @@ class Receiver(Protocol):
 
 
 _NOTICES = frozenset(
-    (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS, Kind.RANKS, Kind.LOST, Kind.ADMITTED, Kind.READY, Kind.AWAITED)
+    (
+        *(Kind.LAYOUT, Kind.TRACE, Kind.SCALARS, Kind.RANKS, Kind.LOST, Kind.ADMITTED, Kind.READY, Kind.AWAITED),
+        Kind.OFFER,
+    )
 )
 
 

@@ -86,7 +86,7 @@ _LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 128 * 1024
 _UNARY = (
     *("Join", "Declare", "Put", "Get", "Rest", "Take", "Waiting", "Tune"),
     *("Trace", "Clock", "Upload", "Collect", "Status", "Probe", "Leave"),
-    *("Declared", "Ready", "Admit", "Regroup"),
+    *("Declared", "Ready", "Admit", "Regroup", "Offer"),
 )
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     name: (getattr(pb, f"{name}Request"), getattr(pb, f"{name}Reply")) for name in _UNARY

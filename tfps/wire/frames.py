@@ -44,6 +44,7 @@ class Kind(enum.IntEnum):
     ADMITTED = 12
     READY = 13
     AWAITED = 14
+    OFFER = 15
 
 
 class Header(NamedTuple):

@@ -106,7 +106,7 @@ class ElasticWorker:
         self._first = self._worker.incarnation  # of the job when it began
         self._declarations = self._worker.declarations
         self.info = self.state = self.peers = self.joining = self
-        self._worker.add_failure_listener(functools.partial(self._failed, self._worker))
+        self._watch(self._worker)
 
     # What is asked of the worker that there is now
 
@@ -326,6 +326,23 @@ class ElasticWorker:
         """Whether the job goes on with other pservers after `error` of `worker`."""
         return isinstance(error, PserverLostError) and not worker.candidate and self._failures.end is None
 
+    def _offered(self, worker: Worker, address: str) -> None:
+        """Goes on with the pserver at `address`, too. On a thread of its own, as it tells the others."""
+
+        def take() -> None:
+            with self._changed:
+                if worker is not self._worker or self._regrouping or worker.candidate:
+                    return
+                if address not in self._addresses:
+                    self._addresses.append(address)
+            worker.fail(PserverLostError(f"pserver {address} takes part from now on"))
+
+        threading.Thread(target=take, name="tfps-offered", daemon=True).start()
+
+    def _watch(self, worker: Worker) -> None:
+        worker.on_offer = functools.partial(self._offered, worker)
+        worker.add_failure_listener(functools.partial(self._failed, worker))
+
     def _failed(self, worker: Worker, error: TfpsError) -> None:
         """`worker` has failed: meets the others, or fails."""
         with self._changed:
@@ -370,7 +387,7 @@ class ElasticWorker:
     def _regroup(self, old: Worker, error: TfpsError) -> None:
         """Goes on with other pservers; on its own thread."""
         try:
-            logger.warning("tfps: %s; rank %d meets the other workers at another pserver", error, self.rank)
+            logger.warning("tfps: %s; the workers meet, to go on with the pservers that there are", error)
             for bucket in self._buckets:  # nothing that comes from now on counts
                 with bucket.lock:
                     bucket.worker = None
@@ -390,6 +407,8 @@ class ElasticWorker:
                 report = self._report(old, generation, reason)
                 reply = meet(self._addresses, self._security, old.uid, self._first, self.rank, report)
                 generation = reply.generation
+                with self._changed:
+                    self._addresses += [each for each in reply.pservers if each not in self._addresses]
                 new = self._worker_with(reply)
                 self._restore(new, old, reply)
                 return
@@ -437,6 +456,7 @@ class ElasticWorker:
             job=self._job,
             config=dataclasses.replace(self.config, connect_timeout_s=connect_s),
             recorder=self._recorder,
+            losses=self._worker.losses,
             resumed=Resumed(self._first, reply.generation, tuple(reply.ranks), tuple(reply.pservers), reply.reason),
         )
 
@@ -452,7 +472,6 @@ class ElasticWorker:
             new.declare(*self._latest)
         with self._changed:
             self._ended.update(set(old.places).difference(old.view.ranks))
-            self._addresses += [each for each in reply.pservers if each not in self._addresses]
             self._worker, self._declarations, self._regrouping = new, new.declarations, False
             self._changed.notify_all()
         for number, bucket in enumerate(self._buckets):
@@ -462,7 +481,7 @@ class ElasticWorker:
                     self._give(number, new, push)
         ranks = len(new.view.ranks)
         logger.info("tfps: goes on with %d pservers and %d workers", len(reply.pservers), ranks)
-        new.add_failure_listener(functools.partial(self._failed, new))
+        self._watch(new)
         for push, own in answered:
             push.on_reply(own)
 

@@ -65,6 +65,7 @@ class Worker:
         config: Config | None = None,
         recorder: Recorder | None = None,
         resumed: Resumed | None = None,
+        losses: Losses | None = None,
     ) -> None:
         if not pservers or len(set(pservers)) != len(pservers):
             raise ConfigError(f"pservers must be different addresses, at least one, got {list(pservers)}")
@@ -82,6 +83,7 @@ class Worker:
         self._admissions: list[int] = []  # by pserver: how many it has told
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
+        self.on_offer: Callable[[str], object] = lambda address: None  # a pserver wants to take part
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
         self._left = threading.Lock()  # acquired once
         self._wake = threading.Event()  # set by a failure and by close
@@ -100,7 +102,7 @@ class Worker:
             for index in range(len(addresses))
         ]
         self._streams: list[WorkerStream] = []
-        self._losses = Losses()
+        self.losses = losses or Losses()
         self.least = config.min_workers or 0
         self.told = False  # that others are ready to take part
         self.newcomer: Newcomer | None = None  # until it takes part
@@ -229,7 +231,7 @@ class Worker:
             queue.put_urgent(frames.BEAT)
             if (silent_s := queue.silent_s(renew=late)) > SILENT_S:
                 self.fail(PserverLostError(f"pserver {pserver.address} has been silent for {silent_s:.1f} s"))
-        self._losses.log()
+        self.losses.log()
         return self._failures.end is None
 
     def _lost(self, pserver: int, rank: int, what: str, how: int) -> None:
@@ -307,7 +309,7 @@ class Worker:
             for layout in map(layout_of, replies[0].layouts):
                 self._cut_anew(layout)
             self._client.goes_on(replies[0].declarations)
-            self._losses.skip(set(range(self.view.workers)).difference(self.view.ranks))
+            self.losses.skip(set(range(self.view.workers)).difference(self.view.ranks))
             self._joined, self.newcomer = newcomer, None
         logger.info("tfps: rank %d takes part from now on, with %d workers", self.rank, len(self.view.ranks))
         return newcomer.others
@@ -330,7 +332,7 @@ class Worker:
         if not told:
             raise WaitTimeoutError(f"rank {self.rank}: the pservers have not told who takes part now")
         for rank in joined:
-            self._losses.forget(rank)
+            self.losses.forget(rank)
             logger.info("tfps: rank %d takes part from now on, with %d workers", rank, len(self.view.ranks))
         return list(reply.before) if joined else None
 
@@ -355,7 +357,7 @@ class Worker:
                 self._recorder,
                 self._start_next,
                 self._notice,
-                self._losses.note,
+                self.losses.note,
                 everybody,
             )
             queue.heard()
@@ -395,7 +397,8 @@ class Worker:
         """See `Exchange.fail`; `told`: it came from a pserver, which told all workers."""
         if self._farewell is None:
             who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
-            self._farewell = error if told else type(error)(f"{who} failed: {error}")
+            known = told or (self.config.outlives_pservers and isinstance(error, PserverLostError))
+            self._farewell = error if known else type(error)(f"{who} failed: {error}")
         if self._failures.fail(error):
             self._end_pushes()
             self._wake.set()
@@ -435,9 +438,10 @@ class Worker:
                         self._buckets[number].spec = spec
                     return found
                 if self.newcomer is not None:
+                    first = [*specs, *details][0]
                     raise MismatchError(
-                        f"rank {self.rank} joins a job under way, and declares what that has not declared, {specs[0]}: "
-                        "it must run the same program"
+                        f"rank {self.rank} joins a job under way, and declares what that has not declared, {first}: it "
+                        "must run the same program"
                     )
             try:
                 self._client.declare(specs, details, self.config.step_timeout_s, stop)
@@ -466,7 +470,6 @@ class Worker:
             self._add(specs)
             for bucket, step in zip(self._buckets, steps, strict=True):
                 bucket.steps = step
-            self._losses.skip(set(range(self.view.workers)).difference(self.view.ranks))
             self._cpu_s = self._client.cpu_s()
 
     def take_residual(self, number: int, old: Worker, pushes_again: bool) -> None:
@@ -535,6 +538,9 @@ class Worker:
                 self._view_changed.notify_all()
             if self.newcomer is not None:
                 self.newcomer.tell_admitted(pserver, decode_ranks(payload)[: header.index])
+            return
+        if header.kind == Kind.OFFER:
+            self.on_offer(bytes(payload).decode("utf-8", "replace"))
             return
         if header.kind == Kind.AWAITED:
             self._client.on_awaited(header.bucket, header.step)

@@ -1,0 +1,131 @@
+"""Training goes on when pservers are lost, bitwise as if none had been (Config.min_workers, deterministic)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jobs
+import processes
+import pytest
+from _pytest.mark import ParameterSet
+
+from tfps.types import Argument, Json
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 240.0
+
+
+@contextlib.contextmanager
+def pserver(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process, and its address."""
+    serve = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--workers=3", "--quiet", *options)
+    with jobs.python(*serve) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().split()[3]
+
+
+def trained(folder: Path, kind: str, faults_of: dict[int, list[Argument]], more: dict[str, str]) -> dict[int, Json]:
+    """What three workers with three pservers end with. The last of a fault are the numbers of pservers that get it."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(pserver("--port=0")) for _ in range(int(more.get("PSERVERS", 3)))]
+        environment = {
+            "TFPS_MIN_WORKERS": "1",
+            "TFPS_SLICE_BYTES": "2048",
+            "TFPS_DETERMINISTIC": "1",
+            "PYTHONPATH": f"{HERE}{os.pathsep}{processes.PYTHONPATH}",
+            **more,
+        }
+        tasks = []
+        for rank in range(3):
+            fault = list(faults_of.get(rank, ()))
+            if fault:
+                fault[-1] = [servers[number][0].pid for number in fault[-1]]
+            tasks.append([str(folder), kind, json.dumps(fault or None)])
+        addresses = [address for _, address in servers]
+        with processes.started("../elastic/lossy.py", addresses, 3, tasks, **environment) as started:
+            if "--join" in more:  # another one, once the first is gone
+                servers[1][0].wait(TIMEOUT_S)
+                stack.enter_context(pserver("--port=0", f"--join={addresses[0]}"))
+            if "at its address" in more:
+                servers[0][0].wait(TIMEOUT_S)
+                stack.enter_context(pserver(f"--port={addresses[0].rpartition(':')[2]}"))
+            ended = processes.finish(started, TIMEOUT_S)
+    assert [code for code, _ in ended] == [0, 0, 0], "\n".join(output for _, output in ended)
+    assert not faults_of or all("the workers meet, to go on with the pservers" in output for _, output in ended)
+    return {rank: pickle.loads((folder / f"rank{rank}.pickle").read_bytes()) for rank in range(3)}
+
+
+def same(found: dict[int, Json], expected: Sequence[Json]) -> bool:
+    """Whether all ranks have these weights, bit for bit, and have lost nothing."""
+    for rank in range(3):
+        assert [w.tobytes() for w in found[rank]["weights"]] == [w.tobytes() for w in found[0]["weights"]]
+        assert (found[rank]["losses"], list(found[rank]["ranks"])) == ([], [0, 1, 2])
+    return [w.tobytes() for w in found[0]["weights"]] == [w.tobytes() for w in expected]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Json]:
+    weights: Sequence[Json] = trained(tmp_path_factory.mktemp("undisturbed"), "arrays", {}, {})[0]["weights"]
+    return weights
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+CASES: dict[str, tuple[str, dict[int, list[Argument]], dict[str, str]]] = {
+    "the coordinator, between two slices": ("arrays", {1: [3, "between slices", KILL, [0]]}, {}),
+    "before a push": ("arrays", {0: [4, "before a push", KILL, [1]]}, {}),
+    "after the last push": ("dataset", {2: [3, "after the last push", KILL, [2]]}, {}),
+    "in an update": ("generator", {1: [5, "in an update", KILL, [0]]}, {}),
+    "in an announcement": ("arrays", {0: [4, "in an announcement", KILL, [0]]}, {}),
+    "in a declaration": ("arrays", {1: [1, "in a declaration", KILL, [1]]}, {}),
+    "in a later declaration": ("arrays", {0: [2, "in a declaration", KILL, [0]]}, {}),
+    "in the exchange of initial values": ("arrays", {0: [0, "in the exchange of initial values", KILL, [2]]}, {}),
+    "in a validation": ("arrays validation", {0: [1, "in an evaluation", KILL, [0]]}, {}),
+    "in a save": ("arrays save", {0: [0, "in a save", KILL, [1]]}, {}),
+    "two at once": ("arrays", {0: [3, "between slices", KILL, [0, 2]]}, {}),
+    "one after the other": (
+        "arrays",
+        {0: [3, "between slices", KILL, [0]], 1: [7, "after the last push", KILL, [1]]},
+        {},
+    ),
+    "stopped": ("arrays", {1: [3, "before a push", STOP, [1]]}, {}),
+    "over TCP": ("arrays", {1: [3, "between slices", KILL, [1]]}, {"TFPS_SHARED_MEMORY": "0"}),
+    "over gRPC": (
+        "arrays",
+        {1: [3, "between slices", KILL, [0]]},
+        {"TFPS_SHARED_MEMORY": "0", "TFPS_TRANSPORT": "grpc"},
+    ),
+    "compressed": ("arrays", {1: [3, "between slices", KILL, [0]]}, {"TFPS_COMPRESSION": "onebit"}),
+    "eagerly": ("eagerly", {1: [4, "in an announcement", KILL, [1]]}, {}),
+    "in a custom loop": ("loop", {1: [3, "between slices", KILL, [0]]}, {}),
+    "another one joins": ("arrays", {1: [3, "between slices", KILL, [1]]}, {"--join": "", "EPOCHS": "2"}),
+    "the only one comes back": (
+        "arrays",
+        {1: [3, "between slices", KILL, [0]]},
+        {"at its address": "", "PSERVERS": "1"},
+    ),
+}
+SOME = (  # in the quick suite
+    "the coordinator, between two slices",
+    "in an announcement",
+    "two at once",
+    "another one joins",
+    "the only one comes back",
+)
+
+
+def _case(name: str) -> ParameterSet:
+    return pytest.param(name, marks=() if name in SOME else pytest.mark.long)
+
+
+@pytest.mark.parametrize("case", list(map(_case, CASES)))
+def test_a_pserver_is_lost(tmp_path: Path, undisturbed: Sequence[Json], case: str) -> None:
+    kind, faults_of, more = CASES[case]
+    found = trained(tmp_path, kind, faults_of, more)
+    assert same(found, undisturbed) or "TFPS_COMPRESSION" in more or kind in ("eagerly", "loop")
