@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import faults
 import keras
@@ -24,9 +25,12 @@ import training
 from jobs import poll
 
 import tfps
+from tfps.config import Security
 from tfps.input.lockstep import IteratorProgress, Lockstep
+from tfps.pserver.regrouping import offer
 from tfps.types import Argument, Json
 from tfps.worker.bucket import Push, PushedBucket
+from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
 STEPS = 6  # of an epoch
@@ -41,17 +45,37 @@ class Task(NamedTuple):
     not_before: int  # the epoch in which it may ask to join
     faults: list[tuple[int, faults.Point, int]]  # see faults.fail_at
     due: dict[str, list[int]]  # the ranks that may join at the end of an epoch, for which the others wait
+    moves: list[tuple[int, int, str, int, int]]  # after a step of an epoch: `Story._move` of a pserver and another one
 
 
 class Story(keras.callbacks.Callback):
     """Tells where the training is, and waits at the ends of epochs for those that are to join."""
 
-    def __init__(self, folder: Path, strategy: tfps.Strategy, due: dict[str, list[int]]) -> None:
+    def __init__(self, folder: Path, strategy: tfps.Strategy, task: Task) -> None:
         super().__init__()
-        self._folder, self._strategy, self._due = folder, strategy, due
+        self._folder, self._strategy, self._due, self._moves = folder, strategy, task.due, task.moves
 
     def on_epoch_begin(self, epoch: int, logs: Argument = None) -> None:
+        self._epoch = epoch
         (self._folder / f"epoch{epoch}").touch()
+
+    def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
+        for epoch, step, what, number, other in self._moves if self._strategy.rank == 0 else ():
+            done = self._folder / f"moved{epoch}-{step}-{number}"
+            if (self._epoch, batch) == (epoch, step) and not done.exists():
+                done.touch()
+                self._move(what, number, other)
+
+    def _move(self, what: str, number: int, other: int) -> None:
+        """Ends a pserver, or lets another one that waits in its place take part, as its neighbour is told."""
+        if what == "ends":
+            process = self._folder / f"pserver{number}.pid"
+            os.kill(int(process.read_text()), signal.SIGKILL)
+            process.unlink()
+            return
+        poll((self._folder / f"pserver{number}.pid").exists)
+        addresses = os.environ["TFPS_PSERVERS"].split(",")
+        offer(addresses[other], addresses[number], len(EVERYBODY), Security())
 
     def on_epoch_end(self, epoch: int, logs: Argument = None) -> None:
         due = set(self._due.get(str(epoch), ()))
@@ -76,11 +100,21 @@ def note(folder: Path, rank: int, number: int) -> None:
         if faults.is_gradient(self):
             where = self.cutting.slices[header.index]
             slice_ = [self.spec.name, list(self.spec.names), where.offset, where.nbytes]
-            notes.write(json.dumps(["slice", push.step, *slice_, sorted(ranks)]) + "\n")
+            line = json.dumps(["slice", push.step, *slice_, sorted(ranks)]) + "\n"
+            came[id(self), push.step].append(line)
         return found
 
+    def noted_reply(self: ElasticWorker, number: int, worker: Worker, push: Argument, reply: Argument) -> None:
+        before = self._buckets[number].replies
+        take_reply(self, number, worker, push, reply)
+        if self._buckets[number].replies == before + 1:  # what a lost pserver has left unfinished does not count
+            notes.writelines(came.pop((id(worker._buckets[number]), before), ()))
+
+    came: dict[tuple[int, int], list[str]] = defaultdict(list)
+    take_reply = ElasticWorker._take
     Lockstep._verdict = noted_verdict  # type: ignore[method-assign]
     PushedBucket.take = noted_take  # type: ignore[method-assign,assignment]
+    ElasticWorker._take = noted_reply  # type: ignore[method-assign]
 
 
 def end_late() -> None:
@@ -113,15 +147,14 @@ def train(folder: Path, task: Task) -> None:
         model.compile(lossy.OPTIMIZERS["adam" if "adam" in task.kind else "sgd"](), lossy.LOSS, metrics=["accuracy"])
     x, y = training.digits(lossy.SAMPLES)
     more: dict[str, Argument] = {"epochs": epochs, "verbose": 0}
-    more["callbacks"] = [Story(folder, strategy, task.due), *callbacks]
+    more["callbacks"] = [Story(folder, strategy, task), *callbacks]
     if "validation" in task.kind:
         more |= {"validation_data": training.digits(60), "validation_batch_size": 13}
     if "arrays" in task.kind:
         history = model.fit(x, y, batch_size=lossy.BATCH, shuffle=False, **more).history
     else:
         history = model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(lossy.BATCH), **more).history
-    worker = cast(Worker, strategy._runtime.exchange)
-    found = {"weights": model.get_weights(), "ranks": worker.places, "history": history}
+    found = {"weights": model.get_weights(), "ranks": strategy._runtime.exchange.places, "history": history}
     strategy.close()
     (folder / f"rank{rank}-{task.number}.pickle").write_bytes(pickle.dumps(found))
 

@@ -26,12 +26,13 @@ import pytest
 from preloaded import Process
 
 from tfps.config import Security
+from tfps.errors import PserverLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Json
 from tfps.wire.control import Pserver
 
 HERE = Path(__file__).resolve().parent
-EPOCHS, STEPS, WORKERS = 5, 6, 3
+EPOCHS, STEPS, WORKERS, PSERVERS = 5, 6, 3, 3
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "30"))
 SEED = os.environ.get("CHAOS_SEED")
 RUN_S = 200.0  # for one plan
@@ -76,11 +77,14 @@ class Plan:
     lives: list[list[Life]] = field(default_factory=lambda: [[Life()] for _ in range(WORKERS)])  # by rank
     due: dict[int, list[int]] = field(default_factory=dict)  # by epoch: who joins at its end
     at_the_end: list[int] = field(default_factory=lambda: list(range(WORKERS)))  # who takes part
+    moves: list[tuple[int, int, str, int, int]] = field(default_factory=list)  # of pservers: see storm.Task
 
     @classmethod
     def drawn(cls, seed: int, epochs: int = EPOCHS) -> Plan:
         draw = random.Random(seed)
         plan = cls(seed, draw.choice(KINDS), draw.choice(TRANSPORTS))
+        if draw.random() < 0.6:
+            plan._move_pservers(draw, epochs)
         present, away = set(range(WORKERS)), dict[int, int]()  # rank -> the epoch at whose beginning it comes back
         for epoch in range(epochs):
             joining = {rank for rank, back in away.items() if back == epoch}
@@ -105,6 +109,19 @@ class Plan:
         plan.at_the_end = sorted(present)
         return plan
 
+    def _move_pservers(self, draw: random.Random, epochs: int) -> None:
+        """Pservers end, and others come in their places, in the middle of epochs: nobody joins there."""
+        there = set(range(PSERVERS))
+        for epoch in range(epochs):
+            for step in sorted(draw.sample(range(2, STEPS - 1), draw.choice((0, 1, 1, 2)))):
+                gone = sorted(set(range(PSERVERS)).difference(there))
+                if gone and (len(there) == 1 or draw.random() < 0.5):
+                    self.moves.append((epoch, step, "comes", draw.choice(gone), min(there)))
+                    there.add(self.moves[-1][3])
+                elif len(there) > 1:
+                    self.moves.append((epoch, step, "ends", draw.choice(sorted(there)), 0))
+                    there.remove(self.moves[-1][3])
+
     def _pause(self, draw: random.Random, rank: int, epoch: int) -> None:
         point = draw.choice(("before a push", "in an update"))
         self.lives[rank][-1].faults.append((epoch * STEPS + draw.randrange(STEPS), point, signal.SIGSTOP))
@@ -113,9 +130,10 @@ class Plan:
         life, how = self.lives[rank][-1], signal.SIGKILL
         step = epoch * STEPS + draw.randrange(STEPS - 2 * (epoch == EPOCHS - 1))  # while the others still train
         point: str = draw.choice(POINTS)
-        if rank in joining and draw.random() < 0.3:
+        hands_over = not self.moves  # the calls are counted by pservers
+        if hands_over and rank in joining and draw.random() < 0.3:
             step, point = draw.randrange(2), "in a hand-over"
-        elif joining and rank not in joining and draw.random() < 0.4:
+        elif hands_over and joining and rank not in joining and draw.random() < 0.4:
             step, point = self._admissions(rank, epoch) + draw.randrange(2), draw.choice(HANDING_OVER)
         elif (kind := draw.random()) < 0.25:
             how, life.wakes = signal.SIGSTOP, draw.choice(("before", "after"))
@@ -128,13 +146,19 @@ class Plan:
         """How many calls of Admit, one for each pserver, the process that has this rank has made before this epoch."""
         begun = self.lives[rank][-1].not_before  # it joined at the end of that epoch
         joined = begun + 1 if len(self.lives[rank]) > 1 else 0
-        return 2 * sum(joined <= end < epoch - 1 for end in self.due)
+        return PSERVERS * sum(joined <= end < epoch - 1 for end in self.due)
 
     def __str__(self) -> str:
         said = [f"seed {self.seed}: {self.kind} {self.environment}"]
         for rank, lives in enumerate(self.lives):
             said += [f"  rank {rank}, process {number}: {life}" for number, life in enumerate(lives)]
-        return "\n".join([*said, f"  due at the ends of epochs: {self.due}; at the end {self.at_the_end}"])
+        return "\n".join(
+            [
+                *said,
+                f"  pservers {self.moves}",
+                f"  due at the ends of epochs: {self.due}; at the end {self.at_the_end}",
+            ]
+        )
 
 
 @dataclass
@@ -173,24 +197,37 @@ class Run:
         self.plan, self.folder = plan, folder
         (folder / "kind").write_text(plan.kind)
         self.children: dict[tuple[int, int], Child] = {}
+        self._stack = contextlib.ExitStack()
         self._pservers: list[Pserver] = []
+        self._servers: list[subprocess.Popen[str]] = []
 
     @contextlib.contextmanager
     def pservers(self) -> Iterator[None]:
-        """Two of them, for the block, which no worker survives."""
-        with contextlib.ExitStack() as stack:
-            serve = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}", "--quiet")
-            for each in [stack.enter_context(jobs.python(*serve)) for _ in range(2)]:
-                assert each.stdout is not None
-                pserver = Pserver(each.stdout.readline().split()[3], Security())
-                stack.callback(pserver.close)
-                self._pservers.append(pserver)
+        """For the block, which no worker survives."""
+        with self._stack:
+            for number in range(PSERVERS):
+                self._serve(number)
             try:
                 yield
             finally:
                 for child in self.children.values():
                     child.process.kill()
                     child.process.communicate()
+
+    def _serve(self, number: int) -> None:
+        """Starts a pserver, or another one in the place of one that has ended."""
+        again = number < len(self._pservers)
+        port = self._pservers[number].address.rpartition(":")[2] if again else 0
+        serve = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", f"--port={port}", f"--workers={WORKERS}", "--quiet")
+        process = self._stack.enter_context(jobs.python(*serve))
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[3]
+        if again:
+            self._servers[number] = process
+        else:
+            self._servers.append(process)
+            self._pservers.append(self._stack.enter_context(contextlib.closing(Pserver(address, Security()))))
+        (self.folder / f"pserver{number}.pid").write_text(str(process.pid))
 
     def _script(self, *arguments: str, rank: int = 0) -> Process:
         more = {
@@ -206,7 +243,7 @@ class Run:
 
     def _start(self, rank: int, number: int) -> None:
         life = self.plan.lives[rank][number]
-        task = [self.plan.kind, number, life.not_before, life.faults, self.plan.due]
+        task = [self.plan.kind, number, life.not_before, life.faults, self.plan.due, self.plan.moves]
         stops = sum(how == signal.SIGSTOP for _, _, how in life.faults)
         process = self._script(json.dumps(task), rank=rank)
         self.children[rank, number] = Child(rank, number, life, process, stops - bool(life.wakes))
@@ -222,6 +259,9 @@ class Run:
             for child in list(self.children.values()):
                 if child.code is None:
                     self._look(child)
+            for number, server in enumerate(self._servers):
+                if server.poll() is not None:
+                    self._serve(number)
 
     def _look(self, child: Child) -> None:
         successor = (child.rank, child.number + 1)
@@ -251,7 +291,13 @@ class Run:
             self._start(*successor)
 
     def _takes_part(self, rank: int) -> bool:
-        return all(rank in each.call("Status", pb.StatusRequest(details=True), 10.0).present for each in self._pservers)
+        """On the pservers that the job has now."""
+        present = []
+        for each in self._pservers:
+            with contextlib.suppress(PserverLostError):
+                status = each.call("Status", pb.StatusRequest(details=True), 10.0)
+                present += [rank in status.present] if status.members else []
+        return all(present)
 
     def check(self) -> dict[str, Json]:
         """All has gone as planned, and nothing of the result shows it; returns what happened."""

@@ -225,7 +225,7 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
     job = Job(cluster)
     job.step()
-    monkeypatch.setattr(ElasticWorker, "_regroup", _but_rank(2, ElasticWorker._regroup))
+    monkeypatch.setattr(ElasticWorker, "_go_on", _but_rank(2, ElasticWorker._go_on))
     pushed = job.begin(GRADIENT, 2)
     job.servers[2].stop(0)
     for pending, _ in pushed:
@@ -241,13 +241,13 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     assert {worker.view.ranks for worker in job.workers} == {(0, 1)}
     monkeypatch.undo()
     failed = Failed(late)
-    late._regroup(late._worker, PserverLostError("it has slept"))
+    late._go_on(late._worker, PserverLostError("it has slept"))
     assert isinstance(failed.wait(), WorkerLostError)
     assert "went on without this one" in str(failed.wait())
 
 
-def _but_rank(rank: int, regroup: Callable[[ElasticWorker, Worker, TfpsError], None]) -> Callable[..., None]:
-    return lambda self, *arguments: None if self.rank == rank else regroup(self, *arguments)
+def _but_rank(rank: int, go_on: Callable[[ElasticWorker, Worker, TfpsError], None]) -> Callable[..., None]:
+    return lambda self, *arguments: None if self.rank == rank else go_on(self, *arguments)
 
 
 def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:

@@ -53,6 +53,7 @@ class Regrouped:
     steps: Sequence[int]  # of each bucket of these, how many replies the first has had
     results: Mapping[int, Result]  # of buckets whose last reply some lack: who gives it to them
     reason: str
+    expected: Sequence[int]  # who took part, as somebody knew
 
 
 def conclude(reports: Mapping[int, Report], waited: bool) -> Regrouped | None:
@@ -83,7 +84,7 @@ def conclude(reports: Mapping[int, Report], waited: bool) -> Regrouped | None:
             results[bucket] = Result(first, reports[first].results.get(bucket, sorted(reports[first].ranks)))
     generation = max(report.generation for report in here) + 1
     declarations = min(report.declarations for report in here)
-    return Regrouped(generation, present, pservers, declarations, steps, results, here[0].reason)
+    return Regrouped(generation, present, pservers, declarations, steps, results, here[0].reason, sorted(expected))
 
 
 def _check_majority(present: Sequence[int], expected: Collection[int], here: Sequence[Report]) -> None:

@@ -400,8 +400,9 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class RegroupReply(_message.Message):
-    __slots__ = ["declarations", "failure", "generation", "known", "pservers", "ranks", "reason", "results", "steps"]
+    __slots__ = ["declarations", "expected", "failure", "generation", "known", "pservers", "ranks", "reason", "results", "steps"]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +412,7 @@ class RegroupReply(_message.Message):
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     declarations: int
+    expected: _containers.RepeatedScalarFieldContainer[int]
     failure: Failure
     generation: int
     known: bool
@@ -419,7 +421,7 @@ class RegroupReply(_message.Message):
     reason: str
     results: _containers.RepeatedCompositeFieldContainer[Result]
     steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegroupRequest(_message.Message):
     __slots__ = ["asks", "incarnation", "rank", "report", "timeout_s"]

@@ -263,6 +263,7 @@ class ParameterServer:
                 for bucket, result in outcome.results.items()
             ],
             reason=outcome.reason,
+            expected=outcome.expected,
         )
 
     def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -97,7 +97,10 @@ class ElasticWorker:
         self._changed = threading.Condition()  # guards the next four
         self._regrouping = False
         self._addresses = list(pservers)
-        self._lost: set[int] = set()  # in earlier views
+        self._admitting: Sequence[int] = ()  # who may take part already, or not
+        self._expected: Sequence[int] = ()  # who did when a pserver was lost last, as somebody knew
+        self._tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this candidate has declared
+        self._tries_out = False
         self._ended: set[int] = set()  # whose programs have ended, in earlier views
         self._over = threading.Event()  # failed or closed
         if len(set(pservers)) == len(pservers):  # else an error
@@ -208,25 +211,48 @@ class ElasticWorker:
     def lines(self) -> Sequence[str]:
         return self._worker.lines()
 
-    def trying_out(self) -> contextlib.AbstractContextManager[None]:
-        return self._worker.trying_out()
+    @contextlib.contextmanager
+    def trying_out(self) -> Iterator[None]:
+        self._tries_out = True
+        try:
+            with self._worker.trying_out():
+                yield
+        finally:
+            self._tries_out = False
+            if (newcomer := self._worker.newcomer) is not None:
+                newcomer.tries_out = False
 
     def take_part(self, training: int) -> Sequence[int] | None:
-        worker, lines = self._worker, self._worker.lines()
-        others = worker.take_part(training)
-        if others is not None:
-            with self._changed:
-                self._lines, self._declarations = list(lines), worker.declarations
-                self._know(worker)
-                for number, bucket in enumerate(self._buckets):
-                    bucket.replies = worker.steps(number)
-        return others
+        def take_part(worker: Worker) -> Sequence[int] | None:
+            lines = list(worker.lines())
+
+            def joined() -> None:
+                with self._changed:
+                    self._lines, self._declarations = lines, worker.declarations
+                    self._know(worker)
+                    for number, bucket in enumerate(self._buckets):
+                        bucket.replies = worker.steps(number)
+
+            worker.on_joined = joined
+            return worker.take_part(training)
+
+        return self._call(take_part)
 
     def candidates(self, training: int) -> list[int]:
         return self._call(lambda worker: worker.candidates(training))
 
     def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
-        return self._worker.admit(candidates)
+        before, worker = self.view.ranks, self._worker
+        self._admitting = candidates
+        try:
+            return worker.admit(candidates)
+        except (PserverLostError, ClosedError):
+            if not self._is_lost(worker):
+                raise
+            self._call(lambda _: None)  # once it goes on with other pservers, all know whether some were admitted
+            return list(before) if set(candidates).intersection(self._expected) else None
+        finally:
+            self._admitting = ()
 
     def _call(self, what: Callable[[Worker], _T]) -> _T:
         """Calls `what`, again if a pserver is lost meanwhile."""
@@ -263,6 +289,7 @@ class ElasticWorker:
                     raise PserverLostError("a pserver was lost meanwhile")  # declared again, with the next ones
                 self._declarations, self._latest = worker.declarations, (specs, details)
                 self._lines += [] if specs else details
+                self._tried += [(specs, details)] if worker.candidate else []
                 self._know(worker)
             return ids
 
@@ -324,7 +351,7 @@ class ElasticWorker:
 
     def _goes_on(self, worker: Worker, error: TfpsError) -> bool:
         """Whether the job goes on with other pservers after `error` of `worker`."""
-        return isinstance(error, PserverLostError) and not worker.candidate and self._failures.end is None
+        return isinstance(error, PserverLostError) and self._failures.end is None
 
     def _offered(self, worker: Worker, address: str) -> None:
         """Goes on with the pserver at `address`, too. On a thread of its own, as it tells the others."""
@@ -352,7 +379,7 @@ class ElasticWorker:
             if goes_on:
                 self._regrouping = True
         if goes_on:
-            threading.Thread(target=self._regroup, args=[worker, error], name="tfps-regroup", daemon=True).start()
+            threading.Thread(target=self._go_on, args=[worker, error], name="tfps-regroup", daemon=True).start()
         else:
             self._end(error)
 
@@ -384,51 +411,87 @@ class ElasticWorker:
 
     # Other pservers
 
-    def _regroup(self, old: Worker, error: TfpsError) -> None:
+    def _go_on(self, old: Worker, error: TfpsError) -> None:
         """Goes on with other pservers; on its own thread."""
         try:
-            logger.warning("tfps: %s; the workers meet, to go on with the pservers that there are", error)
             for bucket in self._buckets:  # nothing that comes from now on counts
                 with bucket.lock:
                     bucket.worker = None
             threading.Thread(target=old.close, name="tfps-hang-up", daemon=True).start()
-            self._begin_anew(old, str(error))
+            again = self._ask_again if old.candidate else self._begin_anew
+            again(old, str(error))
         except TfpsError as failure:
             self._end(failure)
         except Exception as bug:  # else every push would wait for ever
             self._end(TfpsError(f"rank {self.rank}: could not go on with other pservers: {bug!r}"))
 
-    def _begin_anew(self, old: Worker, reason: str) -> None:
+    def _attempts(self, reason: str) -> Iterator[Callable[[TfpsError], None]]:
+        """Attempts to go on, until the user's limit; each takes the error that it ended with."""
         limit_s, began_s = self.config.rejoin_timeout_s, time.monotonic()
-        said_s, generation = began_s, old.view.generation
-        while not self._over.is_set():
-            new: Worker | None = None
-            try:
-                report = self._report(old, generation, reason)
-                reply = meet(self._addresses, self._security, old.uid, self._first, self.rank, report)
-                generation = reply.generation
-                with self._changed:
-                    self._addresses += [each for each in reply.pservers if each not in self._addresses]
-                new = self._worker_with(reply)
-                self._restore(new, old, reply)
-                return
-            except (ConnectError, PserverLostError, WaitTimeoutError) as error:
-                if new is not None:
-                    new.close()
-                now_s = time.monotonic()
-                if now_s - began_s > limit_s:
-                    raise PserverLostError(
-                        f"{reason}; the job could not go on with other pservers within {limit_s:.3g} s "
-                        f"(rejoin_timeout_s): {error}"
-                    ) from error
-                if now_s - said_s > _SAID_S:
-                    said_s = now_s
-                    logger.warning("tfps: waits for a pserver; %.0f s so far: %s", now_s - began_s, error)
-            except BaseException:
-                if new is not None:
-                    new.close()
-                raise
+        said_s = began_s
+
+        def failed(error: TfpsError) -> None:
+            nonlocal said_s
+            now_s = time.monotonic()
+            if now_s - began_s > limit_s:
+                raise PserverLostError(
+                    f"{reason}; the job could not go on with other pservers within {limit_s:.3g} s "
+                    f"(rejoin_timeout_s): {error}"
+                ) from error
+            if now_s - said_s > _SAID_S:
+                said_s = now_s
+                logger.warning("tfps: waits for a pserver; %.0f s so far: %s", now_s - began_s, error)
             self._over.wait(_PAUSE_S)
+
+        while not self._over.is_set():
+            yield failed
+
+    def _begin_anew(self, old: Worker, reason: str) -> None:
+        """Meets the others, and begins the job anew with them."""
+        logger.warning("tfps: %s; the workers meet, to go on with the pservers that there are", reason)
+        generation = old.view.generation
+        for failed in self._attempts(reason):
+            with contextlib.ExitStack() as undo:
+                try:
+                    report = self._report(old, generation, reason)
+                    reply = meet(self._addresses, self._security, old.uid, self._first, self.rank, report)
+                    generation = reply.generation
+                    with self._changed:
+                        self._addresses += [each for each in reply.pservers if each not in self._addresses]
+                    new = self._worker_with(reply)
+                    undo.callback(new.close)
+                    self._restore(new, old, reply)
+                    undo.pop_all()
+                    return
+                except (ConnectError, PserverLostError, WaitTimeoutError) as error:
+                    failed(error)
+
+    def _ask_again(self, old: Worker, reason: str) -> None:
+        """Asks to join once more, as the pservers have changed before it took part."""
+        logger.warning("tfps: %s; this worker asks again to join the job", reason)
+        for failed in self._attempts(reason):
+            with contextlib.ExitStack() as undo:
+                try:
+                    new = Worker(
+                        pservers_now(self._addresses, self._security),
+                        rank=self.rank,
+                        job=self._job,
+                        config=self.config,
+                        recorder=self._recorder,
+                    )
+                    undo.callback(new.close)
+                    if not new.candidate:
+                        raise ConnectError("the job is not under way any more")
+                    for specs, details in self._tried:
+                        new.declare(specs, details)
+                    undo.pop_all()
+                except (ConnectError, PserverLostError, WaitTimeoutError) as error:
+                    failed(error)
+                    continue
+            if new.newcomer is not None:
+                new.newcomer.tries_out = self._tries_out
+            self._go_on_with(new)
+            return
 
     def _report(self, old: Worker, generation: int, reason: str) -> pb.Report:
         view = old.view
@@ -436,7 +499,7 @@ class ElasticWorker:
         return pb.Report(
             generation=generation,
             ranks=view.ranks,
-            lost=set(range(view.workers)).difference(view.ranks),
+            lost=set(range(view.workers)).difference(view.ranks, self._admitting),
             silent=old.silent,
             declarations=self._declarations,
             steps=[bucket.replies for bucket in self._buckets],
@@ -470,20 +533,24 @@ class ElasticWorker:
         answered = self._exchange_results(new, results)
         if self._declarations > reply.declarations:  # the others declare this now, again
             new.declare(*self._latest)
+        self._ended.update(set(old.places).difference(old.view.ranks))
+        self._expected = list(reply.expected)
+        self._go_on_with(new)
+        ranks = len(new.view.ranks)
+        logger.info("tfps: goes on with %d pservers and %d workers", len(reply.pservers), ranks)
+        for push, own in answered:
+            push.on_reply(own)
+
+    def _go_on_with(self, new: Worker) -> None:
         with self._changed:
-            self._ended.update(set(old.places).difference(old.view.ranks))
             self._worker, self._declarations, self._regrouping = new, new.declarations, False
             self._changed.notify_all()
         for number, bucket in enumerate(self._buckets):
             with bucket.lock:
                 bucket.worker = new
-                for push in bucket.pushes:
+                for push in list(bucket.pushes):
                     self._give(number, new, push)
-        ranks = len(new.view.ranks)
-        logger.info("tfps: goes on with %d pservers and %d workers", len(reply.pservers), ranks)
         self._watch(new)
-        for push, own in answered:
-            push.on_reply(own)
 
     def _exchange_results(self, new: Worker, results: dict[int, pb.Result]) -> list[tuple[_Push, Reply]]:
         """Gives and gets the last replies that some ranks lack; returns this rank's, with the pushes they answer."""

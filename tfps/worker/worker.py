@@ -83,6 +83,7 @@ class Worker:
         self._admissions: list[int] = []  # by pserver: how many it has told
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
+        self.on_joined: Callable[[], object] = lambda: None  # called before it takes part
         self.on_offer: Callable[[str], object] = lambda address: None  # a pserver wants to take part
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
         self._left = threading.Lock()  # acquired once
@@ -310,6 +311,7 @@ class Worker:
                 self._cut_anew(layout)
             self._client.goes_on(replies[0].declarations)
             self.losses.skip(set(range(self.view.workers)).difference(self.view.ranks))
+            self.on_joined()
             self._joined, self.newcomer = newcomer, None
         logger.info("tfps: rank %d takes part from now on, with %d workers", self.rank, len(self.view.ranks))
         return newcomer.others

@@ -1,0 +1,127 @@
+"""What workers agree on that have lost a pserver."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfps.errors import PserverLostError, WorkerLostError
+from tfps.membership.regrouping import Regrouped, Report, Result, check_present, conclude
+from tfps.types import Argument
+
+HERE, THERE, DEAD = "here:1", "there:1", "dead:1"
+SEES = Report(generation=4, ranks={0, 1, 2}, reached=(HERE,), refused=(DEAD,), reason="pserver dead:1: it ended")
+
+
+def of(report: Report, **changes: Argument) -> Report:
+    return dataclasses.replace(report, **changes)
+
+
+def agreed(reports: dict[int, Report], waited: bool = False) -> Regrouped:
+    found = conclude(reports, waited)
+    assert found is not None
+    return found
+
+
+def test_all_who_take_part_come_or_have_had_their_time() -> None:
+    two = {0: SEES, 2: SEES}
+    assert conclude(two, waited=False) is None
+    assert agreed(two, waited=True).ranks == [0, 2]
+    assert agreed({**two, 1: SEES}).ranks == [0, 1, 2]
+    assert agreed({**two, 1: SEES}).generation == 5
+    assert agreed({0: SEES, 2: of(SEES, ranks={0, 2}, lost={1}, generation=5)}).ranks == [0, 2]
+
+
+def test_who_was_lost_or_comes_too_late_is_told() -> None:
+    found = agreed({0: of(SEES, ranks={0, 2}, lost={1}), 1: SEES, 2: SEES})
+    assert found.ranks == [0, 2]
+    check_present(2, found)
+    with pytest.raises(WorkerLostError, match=r"went on without this one.*dead:1: it ended.*rank 1 did not come"):
+        check_present(1, found)
+
+
+def test_the_pservers_are_those_that_some_reach_and_none_misses() -> None:
+    new = of(SEES, reached=(HERE, THERE))
+    assert agreed({0: SEES, 1: new, 2: new}).pservers == [HERE, THERE]
+    cut = of(SEES, unreached=(THERE,))
+    assert agreed({0: new, 1: cut, 2: new}).pservers == [HERE]
+    with pytest.raises(PserverLostError, match="no pserver answers all workers"):
+        conclude({0: cut, 1: of(SEES, reached=(THERE,), unreached=(HERE,)), 2: SEES}, waited=True)
+
+
+@pytest.mark.parametrize(
+    ("here", "silent", "goes_on"),
+    [({0, 1}, set(), True), ({2}, set(), False), ({0}, {1}, True), ({1}, {0}, False), ({1, 2}, {0}, True)],
+)
+def test_where_a_pserver_may_be_with_others_only_more_than_half_go_on(
+    here: set[int], silent: set[int], goes_on: bool
+) -> None:
+    ranks = {0, 1, 2} if not silent else here
+    lost = {0, 1, 2} - ranks
+    report = of(SEES, unreached=(THERE,), ranks=ranks, lost=lost, silent=silent)
+    reports = dict.fromkeys(here, report)
+    if goes_on:
+        assert agreed(reports, waited=True).ranks == sorted(here)
+    else:
+        with pytest.raises(WorkerLostError, match="only more than half of the workers go on"):
+            conclude(reports, waited=True)
+    # Elsewhere there is no pserver: nobody else can go on.
+    assert agreed({rank: of(report, unreached=()) for rank in here}, waited=True).ranks == sorted(here)
+
+
+def test_where_buckets_are_and_who_gives_a_result_to_those_that_lack_it() -> None:
+    found = agreed(
+        {
+            0: of(SEES, steps=(3, 7, 0), declarations=5),
+            1: of(SEES, steps=(4, 7, 0, 0), declarations=6, results={0: (0, 1)}),
+            2: of(SEES, steps=(4, 6, 0), declarations=5),
+        }
+    )
+    assert (found.steps, found.declarations) == ([4, 7, 0], 5)
+    assert found.results == {0: Result(1, (0, 1)), 1: Result(0, [0, 1, 2])}
+
+
+def _sides() -> st.SearchStrategy[tuple[list[set[int]], list[int]]]:
+    """How a cut divides workers, and on which side each of three pservers is."""
+    return st.integers(1, 5).flatmap(
+        lambda workers: st.tuples(
+            st.lists(st.booleans(), min_size=workers, max_size=workers).map(
+                lambda left: [
+                    {rank for rank in range(workers) if left[rank]},
+                    {rank for rank in range(workers) if not left[rank]},
+                ]
+            ),
+            st.lists(st.integers(0, 1), min_size=3, max_size=3),
+        )
+    )
+
+
+@given(_sides(), st.booleans())
+def test_of_a_network_cut_in_two_at_most_one_side_goes_on(cut: tuple[list[set[int]], list[int]], noticed: bool) -> None:
+    """Whether the others have been noticed to be silent before, or not."""
+    sides, places = cut
+    workers = sum(map(len, sides))
+    going_on = []
+    for number, here in enumerate(sides):
+        if not here or number not in places:
+            continue  # nobody, or no pserver: it does not go on
+        there = set(range(workers)) - here
+        report = of(
+            SEES,
+            ranks=here if noticed else set(range(workers)),
+            lost=there if noticed else set(),
+            silent=there if noticed else set(),
+            reached=tuple(f"p:{index}" for index, place in enumerate(places) if place == number),
+            unreached=tuple(f"p:{index}" for index, place in enumerate(places) if place != number),
+            refused=(),
+        )
+        with contextlib.suppress(WorkerLostError):
+            going_on.append(agreed(dict.fromkeys(here, report), waited=True))
+    assert len(going_on) <= 1
+    if len(set(places)) == 2 and len(sides[0]) != len(sides[1]):
+        larger = max(sides, key=len)
+        assert [set(found.ranks) for found in going_on] == [larger]
