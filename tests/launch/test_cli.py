@@ -196,6 +196,44 @@ def test_the_others_go_on_without_a_worker_that_does_not_start_again(write_scrip
     assert result.stdout.count("min 2") == 2
 
 
+_LOSES_PSERVERS = """
+import signal, subprocess, threading, time
+from tfps.config import Config
+from tfps.exchange.interface import BucketSpec
+from tfps.trace.recorder import Recorder
+from tfps.worker.elastic import ElasticWorker
+rank, job, addresses = (os.environ[f"TFPS_{name}"] for name in ("RANK", "JOB", "PSERVERS"))
+config, kills, replies = Config.from_environment(), [signal.SIGKILL], []
+worker = ElasticWorker(addresses.split(","), rank=int(rank), job=job, config=config, recorder=Recorder())
+worker.declare([BucketSpec(("b",), "sum", 4000, "float32", 0)])
+deadline = time.monotonic() + 60
+while len(replies) < 20 or len(worker.links()) < int(sys.argv[1]):
+    assert time.monotonic() < deadline
+    if rank == "0" and kills and len(replies) == 5:
+        found = subprocess.run(["pgrep", "-f", f"tfps.pserver.cli.*{job}"], capture_output=True, text=True)
+        os.kill(int(found.stdout.split()[0]), kills.pop())
+    done = threading.Event()
+    worker.push(0, b"\\0" * 4000, lambda reply: (replies.append(reply), done.set()))
+    assert done.wait(60)
+    assert replies[-1].error is None, replies[-1].error
+worker.close()
+print("pushed")
+"""
+
+
+@pytest.mark.parametrize(("pservers", "restarts"), [(2, 1), (1, 1), (2, 0)])
+def test_a_pserver_that_is_lost_starts_again_or_the_workers_go_on_with_the_others(
+    write_script: WriteScript, pservers: int, restarts: int
+) -> None:
+    numbers = ("--workers", 2, "--pservers", pservers, "--min-workers", 1, "--restart", restarts)
+    result = launch(*numbers, write_script(_LOSES_PSERVERS), pservers - 1 + restarts)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "was killed by SIGKILL" in result.stderr
+    then = "it starts again (restarts left: 0)" if restarts else "workers go on with 1 other"
+    assert then in result.stderr
+    assert result.stdout.count("pushed") == 2
+
+
 def test_too_few_workers_end_all(write_script: WriteScript, tmp_path: Path) -> None:
     script = write_script(_LOSES_WORKER_1)
     result = launch("--workers", 2, "--min-workers", 2, "--grace", 1, script, tmp_path, "never")

@@ -12,7 +12,15 @@ import pytest
 from jobs import Cluster, Failed, Pending, bucket, poll, push, summed, together
 
 from tfps.config import Config, Security
-from tfps.errors import ClosedError, ConnectError, PserverLostError, TfpsError, UnsupportedError, WorkerLostError
+from tfps.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    PserverLostError,
+    TfpsError,
+    UnsupportedError,
+    WorkerLostError,
+)
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver import regrouping
@@ -209,15 +217,15 @@ def test_a_pserver_that_joins_takes_its_part(cluster: Cluster) -> None:
 def test_a_pserver_joins_only_where_it_can(cluster: Cluster) -> None:
     idle, other = cluster.pserver(3), cluster.pserver(2)
     with pytest.raises(ConnectError, match="no job is under way there"):
-        offer(idle.address, "127.0.0.1:1", 3, Security())
-    with pytest.raises(ConnectError, match=r"--workers 2.*with 3; start both"):
-        offer(idle.address, "127.0.0.1:1", 2, Security())
-    with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1 \(--join\) does not answer"):
-        offer("127.0.0.1:1", other.address, 2, Security())
+        offer(idle.address, "127.0.0.1:1", 3, Security(), 0)
+    with pytest.raises(ConfigError, match=r"--workers 2.*with 3; start both"):
+        offer(idle.address, "127.0.0.1:1", 2, Security(), 0)
+    with pytest.raises(PserverLostError, match=r"127\.0\.0\.1:1 \(--join\): pserver"):
+        offer("127.0.0.1:1", other.address, 2, Security(), 0)
     jobs.job(cluster, 2, bucket(8))
     address = jobs.job(cluster, 1, bucket(8))[0].links()[0].pserver
     with pytest.raises(UnsupportedError, match="min_workers, mode='sync' and update='worker' only"):
-        offer(address, "127.0.0.1:1", 1, Security())
+        offer(address, "127.0.0.1:1", 1, Security(), 0)
 
 
 def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

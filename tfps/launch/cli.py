@@ -272,13 +272,14 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         before.append(supervisor.start(engine.on(host, task), terminal=terminal, on_line=on_line))
         return before[-1]
 
-    def start_pserver(index: int, host: str) -> Process:
+    def start_pserver(index: int, host: str, join: str = "") -> Process:
         def on_line(line: str) -> None:
             if ready := READY.fullmatch(line):
                 addresses[index] = engine.reached_at(host, ready["address"])
 
         metrics_port = plan.metrics_port and plan.metrics_port + index
-        arguments = job.pserver_arguments(engine.listens_at(host), metrics_port=metrics_port)
+        port = int(addresses[index].rpartition(":")[2]) if index in addresses else 0  # it is started again
+        arguments = job.pserver_arguments(engine.listens_at(host), port, metrics_port, join)
         # What becomes of the job its workers and the launcher say.
         argv = (sys.executable, "-m", "tfps.pserver.cli", *arguments, "--quiet")
         return start(host, Task(f"pserver {index}", argv, job.pserver_variables(), _PSERVER_COLOUR), on_line=on_line)
@@ -317,8 +318,10 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
     failed: list[Process] = []
     waiting: list[int] = []  # ranks of workers that are to start again
-    lost: list[Process] = []  # workers that have failed and did not end the job
+    lost: list[Process] = []  # that have failed and did not end the job
     restarts = [plan.restart] * len(workers)  # that are left
+    pserver_restarts = [plan.restart] * len(pservers)
+    waiting_pservers: list[int] = []
 
     def lose(process: Process) -> None:
         """Starts a worker again, if it may be and the others have not ended; else the others go on without it."""
@@ -332,6 +335,21 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
             waiting.append(rank)
         lost.append(process)
 
+    def lose_pserver(process: Process) -> bool:
+        """Starts a pserver again, if it may be; else workers go on with the others. False: there is none."""
+        index, others = pservers.index(process), sum(not each.ended for each in pservers)
+        if plan.min_workers is None or not (others or pserver_restarts[index]):
+            return False
+        then = f"workers go on with {others} other{'s' * (others > 1)}"
+        if pserver_restarts[index]:
+            pserver_restarts[index] -= 1
+            then = f"it starts again (restarts left: {pserver_restarts[index]})"
+            waiting_pservers.append(index)
+        end = f"{process.command.title} {process.describe_end()}{explain(process)}; {then}"
+        print(f"tfps_launch: {end}", file=sys.stderr, flush=True)
+        lost.append(process)
+        return True
+
     def is_over() -> bool:
         failed[:] = [process for process in workers if process.ended and process.code != 0]
         for_good = sum(restarts[workers.index(process)] == 0 for process in failed)
@@ -339,16 +357,21 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
             for process in (each for each in failed if each not in lost):
                 lose(process)
             failed.clear()
-        failed.extend(pserver for pserver in pservers if pserver.ended)
+        ended = [pserver for pserver in pservers if pserver.ended and pserver not in lost]
+        failed.extend(pserver for pserver in ended if not lose_pserver(pserver))
         return bool(failed) or all(worker.ended for worker in workers)
 
     supervisor.wait(lambda: is_over() or all(worker.answered for worker in workers), START_S)
     if late := [worker for worker in workers if not (worker.answered or worker.ended or failed)]:
         return not_ready(late)
     while True:
-        supervisor.wait(lambda: is_over() or bool(waiting))
-        if not waiting:
+        supervisor.wait(lambda: is_over() or bool(waiting or waiting_pservers))
+        if not (waiting or waiting_pservers):
             break
+        for index in waiting_pservers:
+            others = [addresses[other] for other, pserver in enumerate(pservers) if not pserver.ended]
+            pservers[index] = start_pserver(index, place.pservers[index], next(iter(others), ""))
+        waiting_pservers.clear()
         for rank in waiting:
             workers[rank] = start_worker(rank, place.workers[rank])
         waiting.clear()

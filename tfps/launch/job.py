@@ -57,11 +57,18 @@ class Job:
         """A pserver's environment variables."""
         return {"TFPS_TOKEN_FILE": self.token_file} if self.token_file else {}
 
-    def pserver_arguments(self, host: str = "", port: int = 0, metrics_port: int | None = None) -> list[str]:
-        """The arguments of a `tfps_pserver` on `host` ("": all interfaces, if there is a token) and `port` (0: any)."""
+    def pserver_arguments(
+        self, host: str = "", port: int = 0, metrics_port: int | None = None, join: str = ""
+    ) -> list[str]:
+        """The arguments of a `tfps_pserver` on `host` ("": all interfaces, if there is a token) and `port` (0: any).
+
+        `join`: address of a pserver whose job it takes part in.
+        """
         arguments = ["--port", str(port), "--workers", str(self.workers), "--job", self.name]
         if host:
             arguments += ["--host", host]
+        if join:
+            arguments += ["--join", join]
         return arguments if metrics_port is None else [*arguments, "--metrics-port", str(metrics_port)]
 
 

@@ -20,7 +20,7 @@ from tfps.wire.send_queue import SILENT_S
 
 _GRACE_S = SILENT_S + 2.0  # by then others have noticed that a pserver is silent, or do not come
 _KEPT = 16  # jobs
-_OFFER_S = 10.0
+_OFFER_S, _PAUSE_S = 10.0, 0.5
 _MOST = 2**16  # ranks
 
 
@@ -114,15 +114,24 @@ class Meetings:
             self._changed.notify_all()
 
 
-def offer(pserver: str, address: str, workers: int, security: Security) -> None:
-    """Asks `pserver` to let the one at `address` take part in its job. TfpsError: it does not answer, or refuses."""
-    other = Pserver(check_address(pserver), security)
+def offer(pserver: str, address: str, workers: int, security: Security, wait_s: float = 30.0) -> None:
+    """Asks `pserver` to let the one at `address` take part in its job. TfpsError: it does not answer, or refuses.
+
+    Asks again for up to `wait_s` while there is no job: it may have lost another pserver just now.
+    """
+    other, end_s = Pserver(check_address(pserver), security), time.monotonic() + wait_s
     try:
-        other.call("Offer", pb.OfferRequest(address=address, workers=workers), _OFFER_S)
-    except PserverLostError as error:
-        raise ConnectError(f"pserver {pserver} (--join) does not answer: {error}") from error
-    except TfpsError as error:
-        raise type(error)(f"pserver {pserver} (--join): {error}") from error
+        while True:
+            try:
+                other.call("Offer", pb.OfferRequest(address=address, workers=workers), _OFFER_S)
+            except (ConnectError, PserverLostError) as error:
+                if time.monotonic() > end_s:
+                    raise type(error)(f"pserver {pserver} (--join): {error}") from error
+                time.sleep(_PAUSE_S)
+            except TfpsError as error:
+                raise type(error)(f"pserver {pserver} (--join): {error}") from error
+            else:
+                return
     finally:
         other.close()
 

@@ -268,7 +268,7 @@ class ParameterServer:
 
     def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
         if request.workers != self.workers:
-            raise ConnectError(
+            raise ConfigError(
                 f"pserver {request.address} was started with --workers {request.workers}, pserver {self.address} with "
                 f"{self.workers}; start both with the same number"
             )

@@ -536,8 +536,8 @@ class ElasticWorker:
         self._ended.update(set(old.places).difference(old.view.ranks))
         self._expected = list(reply.expected)
         self._go_on_with(new)
-        ranks = len(new.view.ranks)
-        logger.info("tfps: goes on with %d pservers and %d workers", len(reply.pservers), ranks)
+        names = f"{'pserver' if len(reply.pservers) == 1 else 'pservers'} {', '.join(reply.pservers)}"
+        logger.info("tfps: the job goes on with %d workers and %s", len(new.view.ranks), names)
         for push, own in answered:
             push.on_reply(own)
 
