@@ -113,7 +113,6 @@ CASES: dict[str, tuple[str, dict[int, list[Argument]], dict[str, str]]] = {
 }
 SOME = (  # in the quick suite
     "the coordinator, between two slices",
-    "in an announcement",
     "two at once",
     "another one joins",
     "the only one comes back",

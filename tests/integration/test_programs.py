@@ -25,22 +25,39 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_steps": (
-        ["loop_function", "guide_steps", "logs_that_differ", "without_call"],
-        ["own_logs", "metrics_of_one_name", "gan", "own_train_step", "loop_eager", "loop_epoch_function"],
+        ["loop_function", "guide_steps", "logs_that_differ"],
+        [
+            "without_call",
+            "own_logs",
+            "metrics_of_one_name",
+            "gan",
+            "own_train_step",
+            "loop_eager",
+            "loop_epoch_function",
+        ],
     ),
     "programs_loops": (["loop_alike", "loop_divided"], []),
     "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up"], []),
     "programs_training": (
-        ["helper_models", "strings", "predicted_on_one_rank", "adapted"],
-        ["gradients_none", "compile_again", "fine_tuning", "train_on_batch", "two_strategies", "shared_variables"],
+        ["helper_models", "strings", "adapted"],
+        [
+            "predicted_on_one_rank",
+            "gradients_none",
+            "compile_again",
+            "fine_tuning",
+            "train_on_batch",
+            "two_strategies",
+            "shared_variables",
+        ],
     ),
     "programs_precision": (
         ["loss_scaling", "accumulation"],
         ["loss_scaling_growth", "mixed_bfloat16", "float64", "options_of_optimizers", "regularizers_and_constraints"],
     ),
     "programs_input": (
-        ["stopping", "py_dataset_in_epochs", "scalar_beside_rows"],
+        ["stopping", "py_dataset_in_epochs"],
         [
+            "scalar_beside_rows",
             *("weighted", "evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data"),
             *("autoshard_file", "autoshard_off", "from_function", "shuffled", "uneven"),
         ],

@@ -61,11 +61,14 @@ def trained(cluster: Cluster, folder: Path, settings: Settings, skips: int = 2, 
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(3)]
 
 
-CASES = [Settings("local"), Settings(), Settings(compression="int8")]
-IDS = ["local", "diloco", "int8"]
+CASES = [
+    pytest.param(Settings("local"), id="local", marks=pytest.mark.long),
+    pytest.param(Settings(), id="diloco"),
+    pytest.param(Settings(compression="int8"), id="int8", marks=pytest.mark.long),
+]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=IDS)
+@pytest.mark.parametrize("settings", CASES)
 def test_a_late_change_counts_by_its_steps_when_it_comes(cluster: Cluster, tmp_path: Path, settings: Settings) -> None:
     ranks = trained(cluster, tmp_path, settings)
     assert [rank["skipped"] for rank in ranks] == [[0], [0], [2]]
@@ -75,7 +78,7 @@ def test_a_late_change_counts_by_its_steps_when_it_comes(cluster: Cluster, tmp_p
         assert difference(ranks[0]["end"], by_hand(ranks[0]["initial"], settings, ROUNDS)) < 1e-5
 
 
-@pytest.mark.parametrize("settings", CASES, ids=IDS)
+@pytest.mark.parametrize("settings", CASES)
 def test_a_worker_that_is_late_all_the_time_has_its_part_at_the_end(
     cluster: Cluster, tmp_path: Path, settings: Settings
 ) -> None:

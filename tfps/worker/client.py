@@ -111,6 +111,8 @@ class PserverClient:
 
     def leave(self, failure: TfpsError | None, reason: str = "") -> None:
         """Tells every pserver that can be reached that this worker leaves; `reason`: why, if others wait for it."""
+        if not self.membership.incarnation:
+            return  # it has not joined
         farewell = None if failure is None else control.failure_of(failure)
         request = pb.LeaveRequest(**self._me, failure=farewell, reason=reason)
 
@@ -118,13 +120,13 @@ class PserverClient:
             with contextlib.suppress(TfpsError):
                 pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
 
-        if self.membership.incarnation:  # together: one that is silent holds up none
-            first, *others = [threading.Thread(target=tell, args=[each], daemon=True) for each in self.pservers]
-            for thread in others:
-                thread.start()
-            first.run()
-            for thread in others:
-                thread.join()
+        # Together: one that is silent holds up none.
+        first, *others = [threading.Thread(target=tell, args=[each], daemon=True) for each in self.pservers]
+        for thread in others:
+            thread.start()
+        first.run()
+        for thread in others:
+            thread.join()
 
     # Declaring
 
