@@ -193,6 +193,11 @@ class Netlab:
         """Takes a host's port `out` of the switch, or puts it in again. The host sees that nothing comes, no more."""
         _ip(self._switch, f"link set port{host.index} {'nomaster' if out else 'master eth0'}")
 
+    def separate(self, hosts: Sequence[Host]) -> None:
+        """Cuts the network in two: `hosts` reach each other and nobody else, until they are plugged in again."""
+        for host in hosts:
+            _ip(self._switch, f"link set port{host.index} master apart")
+
     def _shape(self, host: Host, device: str, rate_mbit: float) -> None:
         burst, queue = self._burst_and_queue(rate_mbit)
         shaper = f"tbf rate {rate_mbit * 1e6:.0f}bit burst {burst:.0f} limit {queue:.0f}"
@@ -263,7 +268,9 @@ class Netlab:
             (directory / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
             run("ip", "netns", "add", one.namespace)
             _ip(one, "link set lo up")
-        _ip(self._switch, "link add eth0 type bridge mcast_snooping 0")
+        for bridge in ("eth0", "apart"):
+            _ip(self._switch, f"link add {bridge} type bridge mcast_snooping 0")
+        _ip(self._switch, "link set apart up")
         for one in self.hosts:
             port = f"port{one.index}"
             _ip(self._switch, f"link add {port} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {one.namespace}")

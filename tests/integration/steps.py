@@ -18,7 +18,8 @@ import numpy as np
 from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec, Reply
-from tfps.worker.worker import Worker
+from tfps.trace.recorder import Recorder
+from tfps.worker.elastic import ElasticWorker
 
 NBYTES = 4 * 50_000
 
@@ -26,7 +27,8 @@ NBYTES = 4 * 50_000
 def main() -> int:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     addresses, rank = os.environ["TFPS_PSERVERS"].split(","), int(os.environ["TFPS_RANK"])
-    worker = Worker(addresses, rank=rank, config=Config(slice_bytes=16 * 1024, min_workers=1))
+    config = Config(slice_bytes=16 * 1024, min_workers=1)
+    worker = ElasticWorker(addresses, rank=rank, config=config, recorder=Recorder())
     (bucket,) = worker.declare([BucketSpec(("gradient",), "sum", NBYTES, "float32", 0)])
     told = threading.Event()
 
@@ -44,6 +46,7 @@ def main() -> int:
             reply = replies.get()
             if reply.error is not None:
                 raise reply.error
+            assert set(np.frombuffer(reply.sum, np.float32)) == {float(len(reply.ranks))}
             longest_s, steps = max(longest_s, time.monotonic() - began_s), steps + 1
             if steps == 100:
                 print("under way", flush=True)
@@ -52,7 +55,9 @@ def main() -> int:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
         worker.close()
         return 1
-    print(json.dumps({"longest_s": longest_s, "steps": steps, "ranks": worker.view.ranks}), flush=True)
+    pservers = [link.pserver for link in worker.links()]
+    found = {"longest_s": longest_s, "steps": steps, "ranks": worker.view.ranks, "pservers": pservers}
+    print(json.dumps(found), flush=True)
     worker.close("its work")  # the others go on
     return 0
 
