@@ -17,7 +17,6 @@ from tfps.errors import (
     ConfigError,
     ConnectError,
     PserverLostError,
-    TfpsError,
     UnsupportedError,
     WorkerLostError,
 )
@@ -249,12 +248,12 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     assert {worker.view.ranks for worker in job.workers} == {(0, 1)}
     monkeypatch.undo()
     failed = Failed(late)
-    late._go_on(late._worker, PserverLostError("it has slept"))
+    late._go_on(late._worker, late._begin_anew, PserverLostError("it has slept"))
     assert isinstance(failed.wait(), WorkerLostError)
     assert "went on without this one" in str(failed.wait())
 
 
-def _but_rank(rank: int, go_on: Callable[[ElasticWorker, Worker, TfpsError], None]) -> Callable[..., None]:
+def _but_rank(rank: int, go_on: Callable[..., None]) -> Callable[..., None]:
     return lambda self, *arguments: None if self.rank == rank else go_on(self, *arguments)
 
 

@@ -106,6 +106,7 @@ class Reply:
     # Whose pushes are in it. Of a rank that was lost meanwhile they may be in some slices of a sum only, unless that is
     # occasional and has no update.
     ranks: Collection[int] = ()
+    step: int = 0  # of the bucket, as the exchange counts: a push may take several
 
 
 OnReply = Callable[[Reply], None]

@@ -102,6 +102,7 @@ class Members:
         self.changes: deque[str] = deque(maxlen=_MAX_CHANGES)  # of the view, with their reasons
         self.left, self.joined = 0, 0  # how many the others went on without, and how many came to a job under way
         self._job = job
+        self.resumed: Resumed | None = None  # what the job is if it goes on with other pservers
 
     def join(self, applicant: Applicant, now_s: float) -> Member:
         """Adds `applicant` as a member; a repeated call returns the same member.
@@ -132,15 +133,11 @@ class Members:
 
     def _resume(self, resumed: Resumed) -> None:
         """Has the view of a job that goes on with other pservers."""
+        self.resumed = resumed
         self.view = dataclasses.replace(self.view, generation=resumed.generation, ranks=resumed.ranks)
         self.changes.append(f"view {resumed.generation}: {resumed.reason}; goes on with {', '.join(resumed.pservers)}")
         for rank in set(range(self.view.workers)).difference(resumed.ranks):
             self.lost[rank] = f"rank {rank} was lost before the pservers changed"
-
-    @property
-    def resumed(self) -> Resumed | None:
-        """What the job is if it goes on with other pservers."""
-        return next((member.applicant.resumed for member in self.members.values() if member.applicant.resumed), None)
 
     def candidates(self, training: int) -> list[int]:
         """Ranks of those that have joined a job under way and may be admitted to this training."""

@@ -56,19 +56,22 @@ class Regrouped:
     expected: Sequence[int]  # who took part, as somebody knew
 
 
-def conclude(reports: Mapping[int, Report], waited: bool) -> Regrouped | None:
+def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) -> Regrouped | None:
     """What workers that meet agree on, given their `reports` by rank; None: others may still come.
 
-    `waited`: they have had their time. PserverLostError: there is no pserver that all reach. WorkerLostError: others
-    may go on elsewhere, as these workers are too few. Who has come and was lost, as others say, does not take part.
+    `waited`: they have had their time. `known`: they meet at a pserver that was one of the job's. PserverLostError:
+    there is no pserver that all reach. WorkerLostError: others may go on elsewhere, as these workers are too few. Who
+    has come and was lost, as others say, does not take part.
     """
     lost = set().union(*(report.lost for report in reports.values()))
     expected = set().union(*(report.ranks for report in reports.values())) - lost
     present = sorted(expected.intersection(reports))
-    if not present or (len(present) < len(expected) and not waited):
+    if len(present) < max(len(expected), 1) and not waited:
         return None
+    if not present:
+        raise WorkerLostError(f"ranks {sorted(reports)} were all lost, as others of them say: none can go on")
     here = [reports[rank] for rank in present]
-    _check_majority(present, expected, here)
+    _check_majority(present, expected, here, known)
     bad = {address for report in here for address in (*report.refused, *report.unreached)}
     pservers = [
         address for address in dict.fromkeys(a for report in here for a in report.reached) if address not in bad
@@ -87,15 +90,18 @@ def conclude(reports: Mapping[int, Report], waited: bool) -> Regrouped | None:
     return Regrouped(generation, present, pservers, declarations, steps, results, here[0].reason, sorted(expected))
 
 
-def _check_majority(present: Sequence[int], expected: Collection[int], here: Sequence[Report]) -> None:
+def _check_majority(present: Sequence[int], expected: Collection[int], here: Sequence[Report], known: bool) -> None:
     """Raises WorkerLostError if others may be alive and go on with a pserver that does not answer here.
 
-    More than half may go on; of an even number, half if the lowest rank is among them.
+    More than half may go on; of an even number, half if the lowest rank is among them, and they meet at a pserver that
+    has been the job's: one that was started again may be on the other side for others.
     """
-    if not set.intersection(*(set(report.unreached) for report in here)):
+    answers = {address for report in here for address in (*report.reached, *report.refused)}
+    if known and answers.issuperset(address for report in here for address in report.unreached):
         return  # others have no pserver
     everybody = sorted({*expected, *(rank for report in here for rank in report.silent)})
-    if 2 * len(present) < len(everybody) or (2 * len(present) == len(everybody) and everybody[0] not in present):
+    half = 2 * len(present) == len(everybody) and known and everybody[0] in present
+    if not half and 2 * len(present) <= len(everybody):
         missing = ", ".join(f"{rank}" for rank in everybody if rank not in present)
         raise WorkerLostError(
             f"{here[0].reason}; ranks {', '.join(map(str, present))} reach each other, but ranks {missing} may go on "

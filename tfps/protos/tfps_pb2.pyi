@@ -176,10 +176,11 @@ class GetRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., slice: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ["candidate", "data_port", "failure", "incarnation", "present", "protocol_version", "rank", "shared_memory", "workers"]
+    __slots__ = ["candidate", "data_port", "failure", "first_incarnation", "incarnation", "present", "protocol_version", "rank", "shared_memory", "workers"]
     CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -189,13 +190,14 @@ class JoinReply(_message.Message):
     candidate: bool
     data_port: int
     failure: Failure
+    first_incarnation: str
     incarnation: str
     present: _containers.RepeatedScalarFieldContainer[int]
     protocol_version: int
     rank: int
     shared_memory: bool
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ..., candidate: bool = ..., present: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ..., candidate: bool = ..., present: _Optional[_Iterable[int]] = ..., first_incarnation: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ["host", "incarnation", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "resumed", "settings", "uid", "workers"]
@@ -400,7 +402,8 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class RegroupReply(_message.Message):
-    __slots__ = ["declarations", "expected", "failure", "generation", "known", "pservers", "ranks", "reason", "results", "steps"]
+    __slots__ = ["busy", "declarations", "expected", "failure", "generation", "known", "pservers", "ranks", "reason", "results", "steps", "workers"]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +414,8 @@ class RegroupReply(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    busy: bool
     declarations: int
     expected: _containers.RepeatedScalarFieldContainer[int]
     failure: Failure
@@ -421,7 +426,8 @@ class RegroupReply(_message.Message):
     reason: str
     results: _containers.RepeatedCompositeFieldContainer[Result]
     steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
+    workers: int
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegroupRequest(_message.Message):
     __slots__ = ["asks", "incarnation", "rank", "report", "timeout_s"]

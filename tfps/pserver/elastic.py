@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tfps.errors import ProtocolError, TfpsError, WaitTimeoutError, WorkerLostError
+from tfps.errors import ProtocolError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
 from tfps.membership.members import Applicant, Members, State
@@ -232,6 +232,9 @@ class Elastic(abc.ABC):
             member = self._membership.members.get(rank)
             if member is None or member.state is State.GONE or self._failure is not None:
                 return False
+            if self._membership.resumed is not None and not self.begun:
+                self.fail(PserverLostError(f"the job did not go on with these pservers: {member} {why}"))
+                return True  # its workers meet again
             if rank not in self._membership.view.ranks:
                 self._drop_candidate(rank, why)
                 return True

@@ -76,10 +76,15 @@ class Job(Elastic):
         with self._changed:
             return self._failure is not None or self._membership.over
 
+    @property
+    def first_incarnation(self) -> str:
+        """Of the job when it began, maybe with other pservers."""
+        resumed = self._membership.resumed
+        return self.incarnation if resumed is None else resumed.incarnation
+
     def is_of(self, incarnation: str) -> bool:
         """Whether `incarnation` is that of this job when it began, maybe with other pservers."""
-        resumed = self._membership.resumed
-        own = self.incarnation if resumed is None else resumed.incarnation
+        own = self.first_incarnation
         return bool(own) and hmac.compare_digest(own.encode(), incarnation.encode())
 
     def end_before(self, resumed: Resumed) -> None:

@@ -28,6 +28,7 @@ _MOST = 2**16  # ranks
 class _Meeting:
     """Of the workers of one job, who come to the next one when they lose a pserver again."""
 
+    knows: bool
     reports: dict[int, Report] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
     outcome: Regrouped | TfpsError | None = None
@@ -46,8 +47,10 @@ class Meetings:
         with self._changed:
             return incarnation in self._meetings
 
-    def meet(self, request: pb.RegroupRequest, timeout_s: float, begin: Callable[[], object]) -> Regrouped:
+    def meet(self, request: pb.RegroupRequest, knows: bool, timeout_s: float, begin: Callable[[], object]) -> Regrouped:
         """Waits for the other workers; returns what they agree on. `begin` is called before it, and may raise.
+
+        `knows`: this pserver has been one of the job's.
 
         TfpsError: they cannot go on, or not with this one.
         """
@@ -61,7 +64,7 @@ class Meetings:
             meeting = self._meetings.get(request.incarnation)
             if meeting is None or (meeting.outcome is not None and not self._is_late(meeting, report)):
                 begin()
-                meeting = self._meetings[request.incarnation] = _Meeting()
+                meeting = self._meetings[request.incarnation] = _Meeting(knows)
                 self._meetings.move_to_end(request.incarnation)
                 while len(self._meetings) > _KEPT:
                     self._meetings.popitem(last=False)
@@ -106,7 +109,7 @@ class Meetings:
 
     def _conclude(self, meeting: _Meeting, waited: bool) -> None:
         try:
-            meeting.outcome = conclude(meeting.reports, waited)
+            meeting.outcome = conclude(meeting.reports, waited, meeting.knows)
         except TfpsError as error:
             if waited:  # else somebody may still come
                 meeting.outcome = error

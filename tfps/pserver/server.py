@@ -221,6 +221,8 @@ class ParameterServer:
                 self._job = self._new_job()
             first = not self._job.incarnation
             joined = self._job.join(applicant, config, _attached(request))
+            if applicant.resumed is not None:
+                self._meetings.resume(applicant.resumed.incarnation)
             self._jobs += first
             return pb.JoinReply(
                 protocol_version=control.PROTOCOL_VERSION,
@@ -230,27 +232,31 @@ class ParameterServer:
                 present=joined.present,
                 workers=self.workers,
                 incarnation=self._job.incarnation,
+                first_incarnation=self._job.first_incarnation,
                 data_port=self._data_port,
             )
 
     def _regroup(self, request: pb.RegroupRequest, context: grpc.ServicerContext) -> pb.RegroupReply:
         with self._lock:
-            job = self._job
-            if self.stopped:
-                raise PserverLostError(f"pserver {self.address} is stopping")
+            job, stopped = self._job, self.stopped
         own = job.is_of(request.incarnation)
         if request.asks:
-            known = own or self._meetings.knows(request.incarnation)
-            return pb.RegroupReply(known=known, pservers=job.addresses)
+            known, busy = own or self._meetings.knows(request.incarnation), job.under_way and not own
+            workers, addresses = self.workers, job.addresses
+            return pb.RegroupReply(known=known, busy=busy or stopped, workers=workers, pservers=addresses)
+        if stopped:
+            raise PserverLostError(f"pserver {self.address} is stopping")
+        if own:
+            job.check_present(request.rank, _uid(context))
+        knows = own or self._meetings.knows(request.incarnation)
 
         def begin() -> None:
             if own:  # its other workers come, too
-                job.check_present(request.rank, _uid(context))
                 job.fail(PserverLostError(request.report.reason))
             elif job.under_way:
                 raise PserverLostError(f"pserver {self.address} has another job")
 
-        outcome = self._meetings.meet(request, _bounded(request.timeout_s), begin)
+        outcome = self._meetings.meet(request, knows, _bounded(request.timeout_s), begin)
         return pb.RegroupReply(
             known=True,
             generation=outcome.generation,
@@ -286,11 +292,12 @@ class ParameterServer:
             with self._lock:
                 job = self._job
             if applicant.resumed is not None:
-                self._meetings.resume(applicant.resumed.incarnation)
                 job.end_before(applicant.resumed)
             limit_s = min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S)
             if applicant.resumed is None:
                 self._meetings.wait_resumed(limit_s)
+                with self._lock:
+                    job = self._job
             job.wait_over(limit_s)
             job.wait_for_place(applicant, limit_s)
         finally:

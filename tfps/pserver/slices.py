@@ -223,7 +223,7 @@ class SumSlice(RoundSlice):
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the residual.
         if not whole and not last:
             return Encoding(self._codec, values, self._residual if contributed else None), 0
-        if self._residual is not None:
+        if self._residual is not None and self._residual.any():  # adding 0 makes -0 to 0
             with np.errstate(all="ignore"):
                 values = values + self._residual
             self._residual[...] = 0

@@ -66,9 +66,9 @@ class PushedBucket:
     # What the codec could not express yet, if it feeds that back: of all numbers, as slices may be cut anew. A slice is
     # encoded for one step after the other: its reply has come before the next push begins.
     residual: Floats | None = None
-    keeps: bool = False  # whether the residual from before each push is kept, as it may be pushed again
-    before: Floats | None = None
-    before_step: int = -1
+    # The residual from before each of the last two pushes, by step, if they may be pushed again; else None.
+    before: dict[int, Floats] | None = None
+    first: int = 0  # step of this job, which may go on from another one
 
     @classmethod
     def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, workers: int) -> PushedBucket:
@@ -105,7 +105,7 @@ class PushedBucket:
         """Returns the first step that all ranks can cut anew and holds back the one before; None if too early."""
         with self.lock:
             # After two steps all ranks know the bucket. No other worker can be past the next step.
-            if self.steps < 2 or self.next:
+            if self.steps < self.first + 2 or self.next:
                 return None
             self.hold_at = self.steps + 1
             return self.steps + 2
@@ -118,8 +118,9 @@ class PushedBucket:
         `number` is this bucket's; `failed` as for `Encoding`.
         """
         codec, owners, is_sum = self.spec.codec, self.cutting.owners, self.spec.kind == "sum"
-        if self.keeps and codec is not None and self.residual is not None and not push.whole:
-            self.before, self.before_step = self.residual.copy(), push.step
+        if self.before is not None and self.residual is not None:
+            self.before.pop(push.step - 2, None)
+            self.before[push.step] = self.residual.copy()
         if push.whole:
             codec = None
         elif codec is None and is_sum and memory.arena and memory.pservers.intersection(owners):
@@ -192,7 +193,7 @@ class PushedBucket:
             for rank in self.everybody.difference(ranks) if len(ranks) < len(self.everybody) else ():
                 push.without.setdefault(rank, []).append(index)
             whole = len(push.copied) == len(self.cutting.slices)
-            return Reply(sum=push.buffer, ranks=ranks) if whole else None
+            return Reply(sum=push.buffer, ranks=ranks, step=push.step) if whole else None
 
     def _where(self, pserver: int, header: Header, nbytes: int | None) -> Slice:
         """The slice that a frame has, of `nbytes` unless they are in shared memory."""
@@ -228,7 +229,7 @@ class PushedBucket:
         if not header.flags & LAST:
             return None
         result = push.parts[0] if len(push.parts) == 1 else memoryview(b"".join(push.parts))
-        return Reply(parts=split_gathered(result, sorted(ranks)), ranks=ranks)
+        return Reply(parts=split_gathered(result, sorted(ranks)), ranks=ranks, step=push.step)
 
 
 class Incoming:

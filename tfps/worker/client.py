@@ -58,13 +58,15 @@ class PserverClient:
         buckets: Sequence[PushedBucket],
         failures: FailureState,
         rank: int = -1,
+        uid: str = "",
     ) -> None:
         self.pservers = pservers
         # As the first pserver has answered to Join; before that, the only worker's.
         self.membership = Membership(rank, View.first(1, len(pservers)), incarnation="")
         self._config, self._buckets, self._failures = config, buckets, failures
         self.declarations = 0  # so far
-        self.uid = uuid.uuid4().hex
+        self.uid = uid or uuid.uuid4().hex
+        self.first_incarnation = ""
         self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None  # see Peers
 
     @property
@@ -101,6 +103,7 @@ class PserverClient:
                 reply = pserver.join(request, left_s, self._config.connect_timeout_s)
             pserver.sign(request.uid)
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
+            self.first_incarnation = reply.first_incarnation
             view = View.first(reply.workers, len(self.pservers))
             if resumed is not None:
                 view = dataclasses.replace(view, generation=resumed.generation, ranks=resumed.ranks)

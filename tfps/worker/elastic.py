@@ -17,12 +17,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from tfps.config import Config, Security
-from tfps.errors import ClosedError, ConnectError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.errors import ClosedError, ConnectError, InterruptError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
@@ -47,6 +49,7 @@ from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
 _T = TypeVar("_T")
+_LOOK_S = 1.0  # between two looks whether a wait is interrupted
 _PAUSE_S = 0.2  # before another attempt
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 _MOST_CONNECT_S = 15.0  # for all to begin anew, once they have met
@@ -92,10 +95,12 @@ class ElasticWorker:
         self._security = Security.of_worker(config)
         self._failures = FailureState()
         self._buckets: list[_Bucket] = []
-        self._lines: list[str] = []  # details of declarations without buckets
+        self._lines: list[str] = []  # details of declarations without buckets, in order
         self._latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()  # declaration
-        self._changed = threading.Condition()  # guards the next four
+        self._changed = threading.Condition()  # guards what follows
         self._regrouping = False
+        self._next: Worker | None = None  # with which it is about to go on
+        self._reason = ""  # why it has been closed
         self._addresses = list(pservers)
         self._admitting: Sequence[int] = ()  # who may take part already, or not
         self._expected: Sequence[int] = ()  # who did when a pserver was lost last, as somebody knew
@@ -105,11 +110,20 @@ class ElasticWorker:
         self._over = threading.Event()  # failed or closed
         if len(set(pservers)) == len(pservers):  # else an error
             self._addresses = list(pservers_now(pservers, self._security))
-        self._worker = Worker(self._addresses, rank=rank, workers=workers, job=job, config=config, recorder=recorder)
-        self._first = self._worker.incarnation  # of the job when it began
+        self._worker = Worker(
+            self._addresses,
+            rank=rank,
+            workers=workers,
+            job=job,
+            config=config,
+            recorder=recorder,
+            on_offer=self._offered,
+        )
+        self._first = self._worker.first_incarnation
+        self._is_candidate = self._worker.candidate
         self._declarations = self._worker.declarations
         self.info = self.state = self.peers = self.joining = self
-        self._watch(self._worker)
+        self._worker.add_failure_listener(functools.partial(self._failed, self._worker))
 
     # What is asked of the worker that there is now
 
@@ -153,7 +167,7 @@ class ElasticWorker:
         return self._worker.progress(bucket)
 
     def links(self) -> list[Link]:
-        return self._worker.links()
+        return self._call(lambda worker: worker.links())
 
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
         self._worker.write(bucket, array, begin, values)
@@ -165,7 +179,7 @@ class ElasticWorker:
         return self._worker.steps(bucket)
 
     def set_residual(self, bucket: int, values: Floats) -> None:
-        self._worker.set_residual(bucket, values)
+        self._call(lambda worker: worker.set_residual(bucket, values))
 
     @property
     def on_awaited(self) -> Callable[[int, int], object]:
@@ -228,6 +242,9 @@ class ElasticWorker:
 
             def joined() -> None:
                 with self._changed:
+                    if self._regrouping or self._worker is not worker:
+                        raise PserverLostError("a pserver was lost meanwhile")  # it asks again
+                    self._is_candidate = False
                     self._lines, self._declarations = lines, worker.declarations
                     self._know(worker)
                     for number, bucket in enumerate(self._buckets):
@@ -242,23 +259,33 @@ class ElasticWorker:
         return self._call(lambda worker: worker.candidates(training))
 
     def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
-        before, worker = self.view.ranks, self._worker
-        self._admitting = candidates
+        before, self._admitting = self.view.ranks, candidates
         try:
-            return worker.admit(candidates)
-        except (PserverLostError, ClosedError):
-            if not self._is_lost(worker):
-                raise
-            self._call(lambda _: None)  # once it goes on with other pservers, all know whether some were admitted
-            return list(before) if set(candidates).intersection(self._expected) else None
+            while True:
+                worker = self._call(lambda now: now)
+                try:
+                    found = worker.admit(candidates)
+                    with self._changed:
+                        self._ended.difference_update(worker.view.ranks)
+                    return found
+                except (PserverLostError, ClosedError):
+                    if not self._is_lost(worker):
+                        raise
+                # Once it goes on with other pservers, all know whether anybody was admitted; if not, all call it again.
+                self._call(lambda _: None)
+                if set(candidates).intersection(self._expected):
+                    return list(before)
         finally:
             self._admitting = ()
 
-    def _call(self, what: Callable[[Worker], _T]) -> _T:
-        """Calls `what`, again if a pserver is lost meanwhile."""
+    def _call(self, what: Callable[[Worker], _T], stop: threading.Event | None = None) -> _T:
+        """Calls `what`, again if a pserver is lost meanwhile; InterruptError if `stop` is set before it can."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._regrouping or self._over.is_set())
+                while self._regrouping and not self._over.is_set():
+                    if stop is not None and stop.is_set():
+                        raise InterruptError(f"rank {self.rank}: interrupted while the workers met")
+                    self._changed.wait(_LOOK_S)
                 worker = self._worker
             self._failures.check()
             try:
@@ -288,12 +315,12 @@ class ElasticWorker:
                 if self._worker is not worker or self._regrouping:
                     raise PserverLostError("a pserver was lost meanwhile")  # declared again, with the next ones
                 self._declarations, self._latest = worker.declarations, (specs, details)
-                self._lines += [] if specs else details
+                self._lines += [] if specs else list(details)
                 self._tried += [(specs, details)] if worker.candidate else []
                 self._know(worker)
             return ids
 
-        return self._call(declare)
+        return self._call(declare, stop)
 
     def _know(self, worker: Worker) -> None:
         """Knows all buckets that `worker` has. Caller holds the lock."""
@@ -337,11 +364,12 @@ class ElasticWorker:
         with bucket.lock:
             if bucket.worker is not worker or push not in bucket.pushes:
                 return
-            if reply.error is not None and self._goes_on(worker, reply.error):
+            if reply.error is not None and self._goes_on(reply.error):
                 return
             bucket.pushes.remove(push)
             if reply.error is None:
-                bucket.replies, bucket.last = bucket.replies + 1, reply
+                bucket.last = reply
+                bucket.replies = bucket.replies + 1 if worker.candidate else reply.step + 1
         push.on_reply(reply)
 
     # Failing and closing
@@ -349,37 +377,32 @@ class ElasticWorker:
     def add_failure_listener(self, listener: FailureListener) -> None:
         self._failures.add_listener(listener)
 
-    def _goes_on(self, worker: Worker, error: TfpsError) -> bool:
-        """Whether the job goes on with other pservers after `error` of `worker`."""
+    def _goes_on(self, error: TfpsError) -> bool:
+        """Whether the job goes on with other pservers after `error`."""
         return isinstance(error, PserverLostError) and self._failures.end is None
 
-    def _offered(self, worker: Worker, address: str) -> None:
+    def _offered(self, address: str) -> None:
         """Goes on with the pserver at `address`, too. On a thread of its own, as it tells the others."""
 
         def take() -> None:
             with self._changed:
-                if worker is not self._worker or self._regrouping or worker.candidate:
-                    return
-                if address not in self._addresses:
-                    self._addresses.append(address)
-            worker.fail(PserverLostError(f"pserver {address} takes part from now on"))
+                self._addresses += [] if address in self._addresses else [address]
+                self._changed.wait_for(lambda: not self._regrouping, _MOST_CONNECT_S)
+                worker = self._worker
+            if not (worker.candidate or address in worker.addresses):
+                worker.fail(PserverLostError(f"pserver {address} takes part from now on"))
 
         threading.Thread(target=take, name="tfps-offered", daemon=True).start()
-
-    def _watch(self, worker: Worker) -> None:
-        worker.on_offer = functools.partial(self._offered, worker)
-        worker.add_failure_listener(functools.partial(self._failed, worker))
 
     def _failed(self, worker: Worker, error: TfpsError) -> None:
         """`worker` has failed: meets the others, or fails."""
         with self._changed:
             if worker is not self._worker:
                 return
-            goes_on = self._goes_on(worker, error)
-            if goes_on:
-                self._regrouping = True
+            goes_on, again = self._goes_on(error), self._ask_again if self._is_candidate else self._begin_anew
+            self._regrouping = goes_on
         if goes_on:
-            threading.Thread(target=self._go_on, args=[worker, error], name="tfps-regroup", daemon=True).start()
+            threading.Thread(target=self._go_on, args=[worker, again, error], name="tfps-regroup", daemon=True).start()
         else:
             self._end(error)
 
@@ -400,25 +423,52 @@ class ElasticWorker:
 
     def fail(self, error: TfpsError) -> None:
         self._failures.fail(error)
-        self._worker.fail(error)
+        for worker in self._workers():
+            worker.fail(error)
         self._answer(error)
 
     def close(self, reason: str = "") -> None:
         if self._failures.close():
-            self._over.set()
-            self._worker.close(reason)
+            for worker in self._workers(reason):
+                worker.close(reason)
             self._answer(self._failures.end or ClosedError("the exchange is closed"))
+
+    def _workers(self, reason: str = "") -> list[Worker]:
+        """Those that are to end, as there will be no other one."""
+        with self._changed:
+            self._reason = self._reason or reason
+            self._over.set()
+            return [self._worker, *([] if self._next is None else [self._next])]
+
+    @contextlib.contextmanager
+    def _trying(self, new: Worker) -> Iterator[None]:
+        """Ends `new` if the block fails: the others meet again."""
+        with self._changed:
+            self._next = new
+        try:
+            if self._over.is_set():
+                raise ClosedError("the exchange has ended")
+            yield
+        except BaseException as error:
+            if self._failures.failure is not None:
+                new.fail(self._failures.failure)
+            elif not self._over.is_set() and not new.candidate:
+                new.fail(PserverLostError(f"rank {self.rank} could not go on: {error}"))
+            new.close(self._reason)
+            raise
+        finally:
+            with self._changed:
+                self._next = None
 
     # Other pservers
 
-    def _go_on(self, old: Worker, error: TfpsError) -> None:
+    def _go_on(self, old: Worker, again: Callable[[Worker, str], None], error: TfpsError) -> None:
         """Goes on with other pservers; on its own thread."""
         try:
             for bucket in self._buckets:  # nothing that comes from now on counts
                 with bucket.lock:
                     bucket.worker = None
             threading.Thread(target=old.close, name="tfps-hang-up", daemon=True).start()
-            again = self._ask_again if old.candidate else self._begin_anew
             again(old, str(error))
         except TfpsError as failure:
             self._end(failure)
@@ -451,47 +501,48 @@ class ElasticWorker:
         logger.warning("tfps: %s; the workers meet, to go on with the pservers that there are", reason)
         generation = old.view.generation
         for failed in self._attempts(reason):
-            with contextlib.ExitStack() as undo:
-                try:
-                    report = self._report(old, generation, reason)
-                    reply = meet(self._addresses, self._security, old.uid, self._first, self.rank, report)
-                    generation = reply.generation
-                    with self._changed:
-                        self._addresses += [each for each in reply.pservers if each not in self._addresses]
-                    new = self._worker_with(reply)
-                    undo.callback(new.close)
-                    self._restore(new, old, reply)
-                    undo.pop_all()
-                    return
-                except (ConnectError, PserverLostError, WaitTimeoutError) as error:
-                    failed(error)
+            try:
+                report = self._report(old, generation, reason)
+                workers = old.view.workers
+                reply = meet(self._addresses, self._security, old.uid, self._first, self.rank, workers, report)
+                generation = reply.generation
+                with self._changed:
+                    self._addresses += [each for each in reply.pservers if each not in self._addresses]
+                new = self._worker_with(reply, old.uid)
+                with self._trying(new):
+                    answered = self._restore(new, old, reply)
+                    self._go_on_with(new)
+                names = f"{'pserver' if len(reply.pservers) == 1 else 'pservers'} {', '.join(reply.pservers)}"
+                logger.info("tfps: the job goes on with %d workers and %s", len(new.view.ranks), names)
+                for push, own in answered:
+                    push.on_reply(own)
+                return
+            except (ConnectError, PserverLostError, WaitTimeoutError) as error:
+                failed(error)
 
     def _ask_again(self, old: Worker, reason: str) -> None:
         """Asks to join once more, as the pservers have changed before it took part."""
         logger.warning("tfps: %s; this worker asks again to join the job", reason)
         for failed in self._attempts(reason):
-            with contextlib.ExitStack() as undo:
-                try:
-                    new = Worker(
-                        pservers_now(self._addresses, self._security),
-                        rank=self.rank,
-                        job=self._job,
-                        config=self.config,
-                        recorder=self._recorder,
-                    )
-                    undo.callback(new.close)
-                    if not new.candidate:
+            try:
+                new = Worker(
+                    pservers_now(self._addresses, self._security),
+                    rank=self.rank,
+                    job=self._job,
+                    config=self.config,
+                    recorder=self._recorder,
+                    on_offer=self._offered,
+                )
+                with self._trying(new):
+                    if new.newcomer is None:
                         raise ConnectError("the job is not under way any more")
                     for specs, details in self._tried:
                         new.declare(specs, details)
-                    undo.pop_all()
-                except (ConnectError, PserverLostError, WaitTimeoutError) as error:
-                    failed(error)
-                    continue
-            if new.newcomer is not None:
-                new.newcomer.tries_out = self._tries_out
-            self._go_on_with(new)
-            return
+                    new.newcomer.tries_out = self._tries_out
+                    self._go_on_with(new)
+                return
+            except (ConnectError, PserverLostError, WaitTimeoutError) as error:
+                failed(error)
 
     def _report(self, old: Worker, generation: int, reason: str) -> pb.Report:
         view = old.view
@@ -511,7 +562,7 @@ class ElasticWorker:
             reason=reason,
         )
 
-    def _worker_with(self, reply: pb.RegroupReply) -> Worker:
+    def _worker_with(self, reply: pb.RegroupReply, uid: str) -> Worker:
         connect_s = min(self.config.connect_timeout_s, _MOST_CONNECT_S)
         return Worker(
             list(reply.pservers),
@@ -520,40 +571,56 @@ class ElasticWorker:
             config=dataclasses.replace(self.config, connect_timeout_s=connect_s),
             recorder=self._recorder,
             losses=self._worker.losses,
+            uid=uid,
+            on_offer=self._offered,
             resumed=Resumed(self._first, reply.generation, tuple(reply.ranks), tuple(reply.pservers), reply.reason),
         )
 
-    def _restore(self, new: Worker, old: Worker, reply: pb.RegroupReply) -> None:
-        """Lets `new` go on where the replies of `old` have ended."""
+    def _restore(self, new: Worker, old: Worker, reply: pb.RegroupReply) -> list[tuple[_Push, Reply]]:
+        """Lets `new` go on where the replies of `old` have ended; returns pushes that are answered now."""
         steps, specs = list(reply.steps), old.specs()
         results = {each.bucket: each for each in reply.results}
-        new.resume(specs[: len(steps)], self._lines, [step - (n in results) for n, step in enumerate(steps)])
-        for number, bucket in enumerate(self._buckets[: len(steps)]):
-            new.take_residual(number, old, pushes_again=bucket.replies == steps[number])
-        answered = self._exchange_results(new, results)
-        if self._declarations > reply.declarations:  # the others declare this now, again
-            new.declare(*self._latest)
-        self._ended.update(set(old.places).difference(old.view.ranks))
-        self._expected = list(reply.expected)
-        self._go_on_with(new)
-        names = f"{'pserver' if len(reply.pservers) == 1 else 'pservers'} {', '.join(reply.pservers)}"
-        logger.info("tfps: the job goes on with %d workers and %s", len(new.view.ranks), names)
-        for push, own in answered:
-            push.on_reply(own)
+        ahead, (latest, details) = self._declarations > reply.declarations, self._latest
+        lines = self._lines[: len(self._lines) - len(details)] if ahead and not latest else self._lines
+        new.resume(specs[: len(steps)], lines, [step - (n in results) for n, step in enumerate(steps)])
+        for number, step in enumerate(steps):
+            new.take_residual(number, old, step)
+        found = self._exchange_results(new, results)
+        if ahead:
+            new.declare(latest, details)  # the others do so now, again
+        # Nothing fails from here on.
+        answered = []
+        for number, last in found.items():
+            bucket = self._buckets[number]
+            with bucket.lock:
+                lacked = bucket.replies < steps[number]
+                bucket.replies = new.steps(number)
+                if lacked:
+                    push, bucket.last = bucket.pushes.popleft(), last
+                    answered.append((push, last))
+                    if push.collects:
+                        new.set_residual(number, np.asarray(last.sum).view(np.float32))
+        with self._changed:
+            self._ended.update(set(old.places).difference(old.view.ranks))
+            self._expected = list(reply.expected)
+        return answered
 
     def _go_on_with(self, new: Worker) -> None:
         with self._changed:
+            if self._over.is_set():
+                raise ClosedError("the exchange has ended")
             self._worker, self._declarations, self._regrouping = new, new.declarations, False
+            self._ended.difference_update(new.view.ranks)
             self._changed.notify_all()
         for number, bucket in enumerate(self._buckets):
             with bucket.lock:
                 bucket.worker = new
                 for push in list(bucket.pushes):
                     self._give(number, new, push)
-        self._watch(new)
+        new.add_failure_listener(functools.partial(self._failed, new))
 
-    def _exchange_results(self, new: Worker, results: dict[int, pb.Result]) -> list[tuple[_Push, Reply]]:
-        """Gives and gets the last replies that some ranks lack; returns this rank's, with the pushes they answer."""
+    def _exchange_results(self, new: Worker, results: Mapping[int, pb.Result]) -> dict[int, Reply]:
+        """Gives and gets the last replies that some ranks lack; returns them, by bucket."""
         came = threading.Semaphore(0)
         replies: dict[int, Reply] = {}
 
@@ -562,21 +629,15 @@ class ElasticWorker:
             came.release()
 
         for number, result in results.items():
-            own = self._buckets[number].last if result.rank == self.rank else None
-            new.repeat(number, None if own is None else _packed(own), functools.partial(take, number))
+            own = _packed(self._buckets[number].last) if result.rank == self.rank else None
+            new.repeat(number, result.rank, own, functools.partial(take, number))
         for _ in results:
             if not came.acquire(timeout=self.config.step_timeout_s):
                 raise WaitTimeoutError("the last replies of other ranks have not come")
-        answered = []
-        for number, result in results.items():
-            if (error := replies[number].error) is not None:
-                raise error
-            bucket, reply = self._buckets[number], _unpacked(replies[number], result)
-            with bucket.lock:
-                if bucket.replies < new.steps(number):  # this rank lacked it
-                    answered.append((bucket.pushes.popleft(), reply))
-                    bucket.replies, bucket.last = bucket.replies + 1, reply
-        return answered
+        for reply in replies.values():
+            if reply.error is not None:
+                raise reply.error
+        return {number: _unpacked(replies[number], result) for number, result in results.items()}
 
 
 def _packed(reply: Reply) -> Buffer:

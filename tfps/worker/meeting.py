@@ -16,14 +16,14 @@ from tfps.wire.control import Pserver
 from tfps.wire.reach import split
 
 logger = logging.getLogger("tfps")
-_DIAL_S, _ASK_S = 1.0, 2.0
+_DIAL_S, _ASK_S = 2.0, 3.0
 _MEET_S, _MARGIN_S = 30.0, 5.0
 
 
 class _Answer(enum.Enum):
     KNOWS = enum.auto()  # it has the job
     IDLE = enum.auto()  # it has not
-    REFUSED = enum.auto()  # nothing runs there
+    REFUSED = enum.auto()  # nothing runs there, or what has another job, or is stopping
     SILENT = enum.auto()
 
 
@@ -37,7 +37,9 @@ def _pserver(address: str, security: Security, uid: str) -> Iterator[Pserver]:
         pserver.close()
 
 
-def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest) -> tuple[_Answer, Sequence[str]]:
+def _ask(
+    address: str, security: Security, uid: str, request: pb.RegroupRequest, workers: int
+) -> tuple[_Answer, Sequence[str]]:
     """What is at `address`, and the pservers of the job that is under way there, if it was resumed."""
     try:
         socket.create_connection(split(address), _DIAL_S).close()
@@ -48,21 +50,21 @@ def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest)
     with _pserver(address, security, uid) as pserver:
         try:
             reply = pserver.call("Regroup", request, _ASK_S)
-        except PserverLostError:
+        except TfpsError:
             return _Answer.SILENT, ()
-        except TfpsError:  # it is stopping
-            return _Answer.REFUSED, ()
+    if reply.busy or workers not in (0, reply.workers):
+        return _Answer.REFUSED, list(reply.pservers)
     return _Answer.KNOWS if reply.known else _Answer.IDLE, list(reply.pservers)
 
 
 def _ask_all(
-    addresses: Sequence[str], security: Security, uid: str, incarnation: str
+    addresses: Sequence[str], security: Security, uid: str = "", incarnation: str = "", workers: int = 0
 ) -> dict[str, tuple[_Answer, Sequence[str]]]:
     found: dict[str, tuple[_Answer, Sequence[str]]] = {}
     request = pb.RegroupRequest(incarnation=incarnation, asks=True)
 
     def ask(address: str) -> None:
-        found[address] = _ask(address, security, uid, request)
+        found[address] = _ask(address, security, uid, request, workers)
 
     threads = [threading.Thread(target=ask, args=[address], daemon=True) for address in addresses]
     for thread in threads:
@@ -74,21 +76,27 @@ def _ask_all(
 
 def pservers_now(addresses: Sequence[str], security: Security) -> Sequence[str]:
     """The pservers of a job under way at `addresses` that has others now; `addresses` if there is none."""
-    for _, pservers in _ask_all(addresses, security, "", "").values():
+    for _, pservers in _ask_all(addresses, security).values():
         if pservers:
             return pservers
     return addresses
 
 
 def meet(
-    addresses: Sequence[str], security: Security, uid: str, incarnation: str, rank: int, report: pb.Report
+    addresses: Sequence[str],
+    security: Security,
+    uid: str,
+    incarnation: str,
+    rank: int,
+    workers: int,
+    report: pb.Report,
 ) -> pb.RegroupReply:
     """Meets the other workers of the job at one of `addresses`; returns what they agree on.
 
     PserverLostError, WaitTimeoutError: not now, maybe later. Other TfpsErrors: this worker cannot go on.
     """
     answers: Mapping[str, _Answer] = {
-        address: answer for address, (answer, _) in _ask_all(addresses, security, uid, incarnation).items()
+        address: answer for address, (answer, _) in _ask_all(addresses, security, uid, incarnation, workers).items()
     }
 
     def those(*kinds: _Answer) -> list[str]:

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from tfps.config import Config, Security, check_address
-from tfps.errors import ConfigError, InterruptError, MismatchError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.errors import (
+    ConfigError,
+    ConnectError,
+    InterruptError,
+    MismatchError,
+    PserverLostError,
+    TfpsError,
+    WaitTimeoutError,
+)
 from tfps.exchange import interface
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import BucketSpec, FailureListener, FailureState, Link, OnReply, Payload, Reply, as_bytes
@@ -66,12 +74,15 @@ class Worker:
         recorder: Recorder | None = None,
         resumed: Resumed | None = None,
         losses: Losses | None = None,
+        uid: str = "",
+        on_offer: Callable[[str], object] = lambda address: None,
     ) -> None:
         if not pservers or len(set(pservers)) != len(pservers):
             raise ConfigError(f"pservers must be different addresses, at least one, got {list(pservers)}")
         addresses = [check_address(address) for address in pservers]
         tune_malloc()
         self.config = config = config or Config()
+        self.addresses = addresses
         self._recorder = recorder or Recorder()
         self._failures = FailureState()
         self._buckets: list[PushedBucket] = []
@@ -84,14 +95,14 @@ class Worker:
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self.on_joined: Callable[[], object] = lambda: None  # called before it takes part
-        self.on_offer: Callable[[str], object] = lambda address: None  # a pserver wants to take part
+        self._on_offer = on_offer  # called with the address of a pserver that wants to take part
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
         self._left = threading.Lock()  # acquired once
         self._wake = threading.Event()  # set by a failure and by close
         security = Security.of_worker(config)
         self._pservers = [Pserver(address, security) for address in addresses]
         rank = -1 if rank is None else rank
-        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, rank)
+        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, rank, uid)
         self._waits = WaitLog(self._client, self._buckets)
         self.info = self.state = self.joining = self
         self.peers = self._client
@@ -125,7 +136,10 @@ class Worker:
             else:
                 self._learn()
         except BaseException as error:
-            self.fail(error if isinstance(error, TfpsError) else TfpsError(f"joining failed: {error!r}"))
+            if resumed is not None and isinstance(error, (ConnectError, WaitTimeoutError)):
+                self.fail(PserverLostError(str(error)))  # so all meet again
+            else:
+                self.fail(error if isinstance(error, TfpsError) else TfpsError(f"joining failed: {error!r}"))
             self._failures.close()
             self._hang_up()
             raise
@@ -158,8 +172,9 @@ class Worker:
         return self._client.membership.run
 
     @property
-    def incarnation(self) -> str:
-        return self._client.membership.incarnation
+    def first_incarnation(self) -> str:
+        """Of the job when it began, maybe with other pservers."""
+        return self._client.first_incarnation
 
     @property
     def uid(self) -> str:
@@ -346,7 +361,8 @@ class Worker:
     def _join(self, job: str, workers: int, deadline_s: float, resumed: Resumed | None) -> None:
         opening = Opening(self.config.transport, self._when)
         for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s, resumed)):
-            everybody = range(self.view.workers) if resumed is None else resumed.ranks
+            everybody = range(self.view.workers)
+            present = everybody if resumed is None else resumed.ranks
             if joined.candidate and self.newcomer is None:
                 pservers = len(self._pservers)
                 self.newcomer = Newcomer(self.config, joined.rank, pservers, self._client.declared)
@@ -363,7 +379,7 @@ class Worker:
                 everybody,
             )
             queue.heard()
-            self._present.append(set(joined.present if joined.candidate else everybody))
+            self._present.append(set(joined.present if joined.candidate else present))
             self._admissions.append(0)
             self._streams.append(WorkerStream(path, pserver.address, index, queue, incoming, self.fail, self._when))
             if joined.shared_memory:
@@ -471,25 +487,37 @@ class Worker:
             self._client.declare(specs, [], self.config.connect_timeout_s, steps=steps)
             self._add(specs)
             for bucket, step in zip(self._buckets, steps, strict=True):
-                bucket.steps = step
+                bucket.steps = bucket.first = step
+            if self._is_chief and any(map(tunable, specs)):
+                self._tuner.probe()
             self._cpu_s = self._client.cpu_s()
 
-    def take_residual(self, number: int, old: Worker, pushes_again: bool) -> None:
-        """Goes on with a bucket's residual of `old`: of before its last push, if that is pushed again."""
+    def take_residual(self, number: int, old: Worker, step: int) -> None:
+        """Goes on with a bucket's residual of `old`, as it was before it pushed `step`, which it pushes again."""
         ours, theirs = self._buckets[number], old._buckets[number]
         if ours.residual is not None and theirs.residual is not None:
-            before = theirs.before if pushes_again and theirs.before_step == theirs.steps - 1 else None
-            ours.residual[...] = theirs.residual if before is None else before
+            ours.residual[...] = (theirs.before or {}).get(step, theirs.residual)
 
-    def repeat(self, bucket: int, result: Payload | None, on_reply: OnReply) -> None:
-        """Takes a step of `bucket` in which one rank gives the `result` of a round to those that lack it."""
-        self._push(bucket, Push(as_bytes(result), on_reply, whole=self._buckets[bucket].spec.codec is not None))
+    def repeat(self, bucket: int, giver: int, result: Payload | None, on_reply: OnReply) -> None:
+        """Takes a step of `bucket` in which `giver` gives the `result` of a round to those that lack it.
+
+        The reply is a PserverLostError on all ranks if `giver` was lost before it had given all.
+        """
+
+        def take(reply: Reply) -> None:
+            if reply.error is None and (giver in push.without or giver not in reply.ranks):
+                text = f"rank {giver} was lost while it gave others the last result of '{self.specs()[bucket].name}'"
+                reply = Reply(error=PserverLostError(text))
+            on_reply(reply)
+
+        push = Push(as_bytes(result), take, whole=self._buckets[bucket].spec.codec is not None)
+        self._push(bucket, push)
 
     def _add(self, specs: Sequence[BucketSpec]) -> list[int]:
         first, size, workers = len(self._buckets), self.config.first_slice_bytes, self.view.workers
         self._buckets.extend(PushedBucket.new(spec, size, self._placer, workers) for spec in specs)
         for bucket in self._buckets[first:]:
-            bucket.keeps = self.config.outlives_pservers
+            bucket.before = {} if self.config.outlives_pservers else None
         return list(range(first, len(self._buckets)))
 
     def _encoding_failed(self, error: Exception) -> TfpsError:
@@ -542,7 +570,7 @@ class Worker:
                 self.newcomer.tell_admitted(pserver, decode_ranks(payload)[: header.index])
             return
         if header.kind == Kind.OFFER:
-            self.on_offer(bytes(payload).decode("utf-8", "replace"))
+            self._on_offer(bytes(payload).decode("utf-8", "replace"))
             return
         if header.kind == Kind.AWAITED:
             self._client.on_awaited(header.bucket, header.step)
