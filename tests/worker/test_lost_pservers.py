@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jobs
 import numpy as np
 import pytest
-from jobs import Cluster, Failed, Pending, bucket, poll, push, summed, together
+from jobs import Cluster, Failed, bucket, poll, push, summed
+from moving import CONFIG, GRADIENT, ITEMS, SPECS, TOTAL, WORDS, Job, deafening
 
-from tfps.config import Config, Security
+from tfps.config import Security
 from tfps.errors import (
     ClosedError,
     ConfigError,
@@ -20,83 +20,12 @@ from tfps.errors import (
     UnsupportedError,
     WorkerLostError,
 )
-from tfps.exchange.codecs import codec_of
-from tfps.exchange.interface import BucketSpec
 from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
-from tfps.trace.recorder import Recorder
-from tfps.types import Argument, Array
-from tfps.wire.frames import Header
-from tfps.wire.shared_memory import Place
-from tfps.worker.bucket import Incoming, PushedBucket
+from tfps.types import Argument
 from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
-
-CONFIG = dataclasses.replace(jobs.CONFIG, min_workers=1, deterministic=True, rejoin_timeout_s=jobs.DEADLINE_S)
-ITEMS = 1024
-GRADIENT, WORDS, TOTAL = 0, 1, 2
-SPECS = [
-    bucket(4 * ITEMS, name="a gradient of four slices"),
-    BucketSpec(("words",), "gather", 0, "uint8", 0),
-    dataclasses.replace(bucket(4 * ITEMS, name="a total of four slices"), occasional=True),
-]
-
-
-class Job:
-    """Workers and pservers, which may be lost."""
-
-    def __init__(
-        self, cluster: Cluster, workers: int = 3, pservers: int = 3, config: Config = CONFIG, codec: str = "none"
-    ) -> None:
-        self.cluster, self.config = cluster, config
-        self.servers = [cluster.pserver(workers) for _ in range(pservers)]
-        addresses = [server.address for server in self.servers]
-        self.workers = together(*(functools.partial(self.worker, addresses, rank) for rank in range(workers)))
-        gradient = dataclasses.replace(SPECS[GRADIENT], codec=codec_of(codec))
-        self.declare([gradient, *SPECS[1:]])
-        self.random = np.random.default_rng(1)
-        self.steps = 0
-
-    def worker(self, addresses: Sequence[str], rank: int) -> ElasticWorker:
-        worker = ElasticWorker(addresses, rank=rank, config=self.config, recorder=Recorder())
-        self.cluster.callback(worker.close)
-        return worker
-
-    def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> None:
-        together(*(functools.partial(worker.declare, specs, details) for worker in self.workers))
-
-    def begin(self, number: int, workers: int = 3) -> list[tuple[Pending, Array]]:
-        """A round in which the first `workers` have pushed."""
-        values = [self.random.normal(size=ITEMS).astype(np.float32) for _ in self.workers[:workers]]
-        return [(push(worker, number, each), each) for worker, each in zip(self.workers, values, strict=False)]
-
-    def check(self, pushed: list[tuple[Pending, Array]]) -> None:
-        """All have the sum of what all have pushed, in rank order."""
-        (_, total), *others = pushed
-        for _, values in others:
-            total = total + values
-        for pending, _ in pushed:
-            np.testing.assert_array_equal(summed(pending.wait()), total)
-
-    def step(self) -> None:
-        self.check(self.begin(GRADIENT))
-        self.check(self.begin(TOTAL))
-        pushed = [push(worker, WORDS, f"rank {worker.rank}".encode()) for worker in self.workers]
-        for pending in pushed:
-            parts = pending.wait().parts
-            assert parts is not None
-            assert {rank: bytes(part) for rank, part in parts.items()} == {
-                worker.rank: f"rank {worker.rank}".encode() for worker in self.workers
-            }
-        self.steps += 1
-        assert {worker.steps(GRADIENT) for worker in self.workers} == {self.steps}
-
-    def goes_on_with(self, servers: Sequence[ParameterServer]) -> None:
-        """All workers have these pservers, and no failure."""
-        for worker in self.workers:
-            assert [link.pserver for link in worker.links()] == [server.address for server in servers]
-            assert worker.failure is None
 
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1], [1, 2]])
@@ -113,30 +42,16 @@ def test_a_job_goes_on_without_pservers_that_end(cluster: Cluster, which: list[i
     for number in (TOTAL, WORDS):
         for pending in [push(worker, number, None) for worker in job.workers]:
             pending.wait()
-    job.steps += 1
     job.step()
     job.goes_on_with([server for index, server in enumerate(job.servers) if index not in which])
-
-
-@pytest.fixture
-def deaf(monkeypatch: pytest.MonkeyPatch) -> Callable[[ElasticWorker], None]:
-    """Lets no more replies reach a worker that is passed to it, as of now."""
-    take, deaf = Incoming.data, list[Sequence[PushedBucket]]()
-
-    def data(self: Incoming, header: Header, payload: memoryview, place: Place | None) -> None:
-        if not any(self._buckets is each for each in deaf):
-            take(self, header, payload, place)
-
-    monkeypatch.setattr(Incoming, "data", data)
-    return lambda worker: deaf.append(worker._worker._buckets)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "onebit"])
 @pytest.mark.parametrize("deaf_ranks", [[0], [1, 2]])
 def test_who_lacks_a_result_gets_it_from_one_who_has_it(
-    cluster: Cluster, deaf: Callable[[ElasticWorker], None], deaf_ranks: list[int], codec: str
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, deaf_ranks: list[int], codec: str
 ) -> None:
-    job = Job(cluster, codec=codec)
+    job, deaf = Job(cluster, codec=codec), deafening(monkeypatch)
     for pending, _ in job.begin(GRADIENT):
         pending.wait()
     for rank in deaf_ranks:
@@ -239,7 +154,6 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
         np.testing.assert_array_equal(summed(pending.wait()), pushed[0][1] + pushed[1][1])
         assert sorted(pending.replies[0].ranks) == [0, 1]
     late = job.workers.pop()
-    job.steps += 1
     for number in (TOTAL, WORDS):
         for pending in [push(worker, number, None) for worker in job.workers]:
             pending.wait()

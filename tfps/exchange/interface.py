@@ -274,6 +274,8 @@ class Exchange(Protocol):
     def captures(self) -> Captures: ...
     @property
     def failure(self) -> TfpsError | None: ...
+    @property
+    def paused(self) -> bool: ...  # it waits for pservers: no exchange goes on, and none fails
 
     def declare(
         self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None

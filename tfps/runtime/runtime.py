@@ -247,8 +247,8 @@ class Runtime:
             begin, step = self.spans.now(), self.next_round(bucket)
             self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
             deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
-            while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
-                if tick is not None and tick(self.exchange.info.progress(bucket)):
+            while not wait(done, _TICK_S if tick else self.wait_s) and time.monotonic() < deadline_s:
+                if self.exchange.paused or (tick is not None and tick(self.exchange.info.progress(bucket))):
                     deadline_s = time.monotonic() + self.wait_s * 2
             if not replies:
                 raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
@@ -304,7 +304,9 @@ class Runtime:
             return self.exchange.failure is not None or (self._mark >= mark and self._under_way == 0)
 
         with self._progress:
-            return self._progress.wait_for(done, timeout_s)
+            while not (found := self._progress.wait_for(done, timeout_s)) and self.exchange.paused:
+                pass
+            return found
 
     def _tell_pump(self, what: int, mark: int = 0) -> None:
         with tf_private.eagerly(), tf.device(HOST):

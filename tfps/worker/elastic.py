@@ -149,6 +149,10 @@ class ElasticWorker:
         return self._failures.failure
 
     @property
+    def paused(self) -> bool:
+        return self._regrouping and not self._over.is_set()
+
+    @property
     def run(self) -> str:
         return self._worker.run
 

@@ -47,6 +47,10 @@ class EmbeddedExchange:
         self.captures = ProcessCaptures(recorder or Recorder(), lambda: self.specs, self._failures.check)
 
     @property
+    def paused(self) -> bool:
+        return False
+
+    @property
     def failure(self) -> TfpsError | None:
         return self._failures.failure
 

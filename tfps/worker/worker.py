@@ -162,6 +162,10 @@ class Worker:
     def failure(self) -> TfpsError | None:
         return self._failures.failure
 
+    @property
+    def paused(self) -> bool:
+        return False
+
     def add_failure_listener(self, listener: FailureListener) -> None:
         self._failures.add_listener(listener)
 

@@ -1,0 +1,127 @@
+"""A job of elastic workers, whose pservers may be lost, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jobs
+import numpy as np
+import pytest
+from jobs import Cluster, Pending, bucket, poll, push, summed, together
+
+from tfps.config import Config
+from tfps.exchange.codecs import codec_of
+from tfps.exchange.interface import BucketSpec
+from tfps.pserver.server import ParameterServer
+from tfps.trace.recorder import Recorder
+from tfps.types import Array
+from tfps.wire.frames import Header
+from tfps.wire.shared_memory import Place
+from tfps.worker.bucket import Incoming, PushedBucket
+from tfps.worker.elastic import ElasticWorker
+
+CONFIG = dataclasses.replace(jobs.CONFIG, min_workers=1, deterministic=True, rejoin_timeout_s=jobs.DEADLINE_S)
+ITEMS = 1024
+GRADIENT, WORDS, TOTAL = 0, 1, 2
+SPECS = [
+    bucket(4 * ITEMS, name="a gradient of four slices"),
+    BucketSpec(("words",), "gather", 0, "uint8", 0),
+    dataclasses.replace(bucket(4 * ITEMS, name="a total of four slices"), occasional=True),
+]
+
+
+class Job:
+    """Workers and pservers, which may be lost."""
+
+    def __init__(
+        self, cluster: Cluster, workers: int = 3, pservers: int = 3, config: Config = CONFIG, codec: str = "none"
+    ) -> None:
+        self.cluster, self.config = cluster, config
+        self.servers = [cluster.pserver(workers) for _ in range(pservers)]
+        addresses = [server.address for server in self.servers]
+        self.workers = together(*(functools.partial(self.worker, addresses, rank) for rank in range(workers)))
+        self.specs = [dataclasses.replace(SPECS[GRADIENT], codec=codec_of(codec)), *SPECS[1:]]
+        self.declare(self.specs)
+        self.random = np.random.default_rng(1)
+
+    def worker(self, addresses: Sequence[str], rank: int) -> ElasticWorker:
+        worker = ElasticWorker(addresses, rank=rank, config=self.config, recorder=Recorder())
+        self.cluster.callback(worker.close)
+        return worker
+
+    def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> None:
+        together(*(functools.partial(worker.declare, specs, details) for worker in self.workers))
+
+    def begin(self, number: int, workers: int = 3) -> list[tuple[Pending, Array]]:
+        """A round in which the first `workers` have pushed."""
+        values = [self.random.normal(size=ITEMS).astype(np.float32) for _ in self.workers[:workers]]
+        return [(push(worker, number, each), each) for worker, each in zip(self.workers, values, strict=False)]
+
+    def check(self, pushed: list[tuple[Pending, Array]]) -> None:
+        """All have the sum of what all have pushed, in rank order."""
+        (_, total), *others = pushed
+        for _, values in others:
+            total = total + values
+        for pending, _ in pushed:
+            np.testing.assert_array_equal(summed(pending.wait()), total)
+
+    def step(self) -> None:
+        self.check(self.begin(GRADIENT))
+        self.check(self.begin(TOTAL))
+        pushed = [push(worker, WORDS, f"rank {worker.rank}".encode()) for worker in self.workers]
+        for pending in pushed:
+            parts = pending.wait().parts
+            assert parts is not None
+            assert {rank: bytes(part) for rank, part in parts.items()} == {
+                worker.rank: f"rank {worker.rank}".encode() for worker in self.workers
+            }
+        assert len({worker.steps(GRADIENT) for worker in self.workers}) == 1
+
+    def goes_on_with(self, servers: Sequence[ParameterServer]) -> None:
+        """All workers have these pservers, and no failure."""
+        for worker in self.workers:
+            assert [link.pserver for link in worker.links()] == [server.address for server in servers]
+            assert worker.failure is None
+
+    def received(self, rank: int) -> int:
+        """How many slices of a rank the pservers have got."""
+        return sum(server.status().members[rank].received_slices for server in self.servers)
+
+    def lose(self, *numbers: int) -> None:
+        """Ends pservers; returns when all workers go on with others."""
+        before = [worker._worker for worker in self.workers]
+        for number in numbers:
+            self.servers[number].stop(0)
+        poll(lambda: all(worker._worker is not old for worker, old in zip(self.workers, before, strict=True)))
+
+    def newcomer(self, rank: int) -> ElasticWorker:
+        """One more worker, which takes part from now on."""
+        new = self.worker([server.address for server in self.servers], rank)
+        assert new.candidate
+        assert new.declare(self.specs) == [GRADIENT, WORDS, TOTAL]
+        poll(lambda: all(worker.view.ranks == self.workers[0].view.ranks for worker in self.workers))
+
+        def admit(worker: ElasticWorker) -> Sequence[int] | None:
+            poll(lambda: bool(worker.candidates(1)))
+            return worker.admit([rank])
+
+        together(functools.partial(new.take_part, 1), *(functools.partial(admit, worker) for worker in self.workers))
+        self.workers.append(new)
+        return new
+
+
+Deaf = Callable[[ElasticWorker], None]
+
+
+def deafening(monkeypatch: pytest.MonkeyPatch) -> Deaf:
+    """Lets no more replies reach a worker that is passed to what it returns, as of now."""
+    take, deaf = Incoming.data, list[Sequence[PushedBucket]]()
+
+    def data(self: Incoming, header: Header, payload: memoryview, place: Place | None) -> None:
+        if not any(self._buckets is each for each in deaf):
+            take(self, header, payload, place)
+
+    monkeypatch.setattr(Incoming, "data", data)
+    return lambda worker: deaf.append(worker._worker._buckets)

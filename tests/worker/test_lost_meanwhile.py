@@ -1,0 +1,238 @@
+"""What happens while workers go on with other pservers: more is lost, somebody comes or ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+
+import jobs
+import numpy as np
+import pytest
+from jobs import Cluster, Pending, attempt, bucket, poll, push, summed
+from moving import CONFIG, GRADIENT, ITEMS, TOTAL, Job, deafening
+
+from tfps.errors import MismatchError, PserverLostError
+from tfps.exchange.interface import Payload
+from tfps.pserver import regrouping
+from tfps.pserver.server import ParameterServer
+from tfps.types import Argument
+from tfps.worker.bucket import PushedBucket
+from tfps.worker.elastic import ElasticWorker
+from tfps.worker.worker import Worker
+
+ONES = np.ones(ITEMS, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
+
+
+def test_nobody_lacks_a_result_whose_giver_dies_while_it_gives_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, repeat, deaf = Job(cluster), Worker.repeat, deafening(monkeypatch)
+    job.step()
+    deaf(job.workers[2])
+    pushed = job.begin(GRADIENT)
+    known = [summed(pending.wait()).tobytes() for pending, _ in pushed[:2]]
+
+    def dies(worker: Worker, number: int, giver: int, result: Payload | None, on_reply: Argument) -> None:
+        if worker.rank == giver == 0:
+            return worker.close("it dies")
+        return repeat(worker, number, giver, result, on_reply)
+
+    monkeypatch.setattr(Worker, "repeat", dies)
+    job.servers[1].stop(0)
+    assert [summed(pushed[2][0].wait()).tobytes()] == known[1:]
+    assert job.workers[1].view.ranks == (1, 2)
+
+
+def test_what_a_codec_holds_back_stays_as_it_was(cluster: Cluster) -> None:
+    job = Job(cluster, codec="onebit")
+    for _ in range(3):
+        for pending, _ in job.begin(GRADIENT):
+            pending.wait()
+    before = [worker._worker._buckets[GRADIENT].residual for worker in job.workers]
+    assert all(each is not None and each.any() for each in before)
+    job.lose(1)
+    for worker, residual in zip(job.workers, before, strict=True):
+        np.testing.assert_array_equal(worker._worker._buckets[GRADIENT].residual, residual)
+
+
+@pytest.mark.parametrize("deaf_rank", [0, 1])
+def test_a_residual_that_is_collected_counts_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, deaf_rank: int
+) -> None:
+    """Also if this rank gets the sum from another one."""
+    job, deaf = Job(cluster, codec="onebit"), deafening(monkeypatch)
+    for pending, _ in job.begin(GRADIENT):
+        pending.wait()
+    deaf(job.workers[deaf_rank])
+    pushed = [Pending() for _ in job.workers]
+    for worker, pending in zip(job.workers, pushed, strict=True):
+        worker.collect_residual(GRADIENT, pending)
+    pushed[2].wait()
+    job.lose(1)
+    total = summed(pushed[deaf_rank].wait())
+    first, *others = (worker._worker._buckets[GRADIENT].residual for worker in job.workers)
+    np.testing.assert_array_equal(first, total)
+    assert not any(each.any() for each in others if each is not None)
+
+
+def test_rounds_that_were_pushed_again_are_counted_alike_by_a_newcomer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker dies between two slices of a total, which is torn."""
+    job, frames = Job(cluster), PushedBucket.frames
+    job.step()
+    doomed = job.workers[2]._worker._buckets[TOTAL]
+
+    def first(self: PushedBucket, *arguments: Argument) -> list[Argument]:
+        found = list(frames(self, *arguments))
+        return found[:2] if self is doomed else found
+
+    monkeypatch.setattr(PushedBucket, "frames", first)
+    before = job.received(2)
+    pushed = job.begin(TOTAL)
+    poll(lambda: job.received(2) == before + 2)
+    job.workers.pop().close("it dies")
+    job.check(pushed[:2])
+    job.newcomer(2)
+    pushed = job.begin(TOTAL, 2)
+    job.servers[1].stop(0)
+    pushed.append((push(job.workers[2], TOTAL, ONES), ONES))
+    job.check(pushed)
+
+
+@pytest.mark.parametrize("then", ["a worker leaves", "another pserver is lost"])
+def test_a_newcomer_to_a_job_that_has_moved_is_like_the_others(cluster: Cluster, then: str) -> None:
+    job = Job(cluster)
+    job.workers.pop().close("it ends early")
+    job.lose(0)
+    job.newcomer(2)
+    job.step()
+    if then == "a worker leaves":
+        job.workers.pop(0).close("it ends early")
+    else:
+        job.lose(1)
+    job.step()
+
+
+def test_a_second_pserver_is_lost_before_the_workers_have_begun_anew(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, begin, met = Job(cluster), ElasticWorker._worker_with, threading.Barrier(3)
+    first = set(range(3))
+
+    def late(self: ElasticWorker, *arguments: Argument) -> Worker:
+        if self.rank in first:
+            first.remove(self.rank)
+            met.wait(30.0)
+            if self.rank == 0:
+                job.servers[2].stop(0)
+            if self.rank == 1:  # the others have given up before it comes
+                threading.Event().wait(0.5)
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(ElasticWorker, "_worker_with", late)
+    pushed = job.begin(GRADIENT, 2)
+    job.servers[0].stop(0)
+    pushed.append((push(job.workers[2], GRADIENT, ONES), ONES))
+    job.check(pushed)
+    job.goes_on_with([job.servers[1]])
+
+
+def test_a_worker_dies_after_all_have_met(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, begin = Job(cluster, config=dataclasses.replace(CONFIG, connect_timeout_s=2.0)), ElasticWorker._worker_with
+
+    def dies(self: ElasticWorker, *arguments: Argument) -> Worker:
+        if self.rank == 2:
+            threading.Event().wait()
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(ElasticWorker, "_worker_with", dies)
+    pushed = job.begin(GRADIENT, 2)
+    job.servers[0].stop(0)
+    job.check(pushed)
+    assert {worker.view.ranks for worker in job.workers[:2]} == {(0, 1)}
+
+
+def test_a_declaration_of_details_that_only_some_have_made_is_made_by_all(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, declare = Job(cluster), Worker.declare
+
+    def lose_it(worker: Worker, *arguments: Argument) -> list[int]:
+        ids = declare(worker, *arguments)
+        if worker.rank:
+            monkeypatch.setattr(Worker, "declare", declare)
+            worker.fail(PserverLostError("its answer did not come"))
+            raise PserverLostError("its answer did not come")
+        return ids
+
+    monkeypatch.setattr(Worker, "declare", lose_it)
+    job.declare([], ["a detail"])
+    job.step()
+    job.lose(0)
+    job.step()
+    job.workers.pop().close("it ends early")
+    assert job.worker([server.address for server in job.servers], 2).lines() == ["a detail"]
+
+
+@pytest.mark.parametrize("how", ["close", "fail"])
+def test_who_ends_while_the_job_begins_anew_leaves_nobody_waiting(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    job, begin = Job(cluster), ElasticWorker._worker_with
+    ready, goes_on = threading.Event(), threading.Event()
+
+    def late(self: ElasticWorker, *arguments: Argument) -> Worker:
+        if self.rank == 2:
+            ready.set()
+            goes_on.wait(30.0)
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(ElasticWorker, "_worker_with", late)
+    pushed = job.begin(GRADIENT, 2)
+    job.servers[0].stop(0)
+    assert ready.wait(30.0)
+    if how == "close":
+        job.workers[2].close("it ends early")
+    else:
+        job.workers[2].fail(MismatchError("it is not alike"))
+    goes_on.set()
+    if how == "close":
+        job.check(pushed)
+    else:
+        for pending, _ in pushed:
+            assert "it is not alike" in str(pending.error())
+
+
+def test_a_pserver_that_has_another_job_meanwhile_is_none_of_this_one(cluster: Cluster) -> None:
+    job = Job(cluster)
+    job.lose(0)
+    back = ParameterServer("127.0.0.1", job.servers[0].port, workers=1)
+    cluster.callback(back.stop, 0.2)
+    cluster.worker([back.address], 0).declare([bucket(8)])
+    job.lose(1)
+    job.step()
+    job.goes_on_with([job.servers[2]])
+
+
+def test_ranks_that_come_to_an_admission_before_and_after_a_loss_admit_the_same(cluster: Cluster) -> None:
+    job = Job(cluster)
+    job.workers.pop().close("it ends early")
+    new = job.worker([server.address for server in job.servers], 2)
+    new.declare(job.specs)
+    threading.Thread(target=lambda: attempt(functools.partial(new.take_part, 1)), daemon=True).start()
+    poll(lambda: job.workers[0].candidates(1) == [2])
+    found: list[object] = []
+    first = threading.Thread(target=lambda: found.extend(attempt(lambda: job.workers[0].admit([2]))))
+    first.start()
+    poll(lambda: (admission := job.servers[0]._job._admission) is not None and admission.called == {0})
+    job.lose(0)
+    found += attempt(lambda: job.workers[1].admit([2]))
+    first.join(jobs.DEADLINE_S)
+    assert found in ([None, None], [[0, 1], [0, 1]])
