@@ -4,7 +4,8 @@ Such a job keeps nothing on its pservers but rounds under way. So a lost pserver
 agree where each bucket is, and begin the job anew: see tfps/membership/regrouping.py. What a worker has pushed is kept
 until the reply, and the reply until the next one, by reference.
 
-Tested in tests/worker/test_lost_pservers.py and tests/elastic/test_lost_pservers.py.
+Tested in tests/worker/test_lost_pservers.py, tests/worker/test_lost_meanwhile.py and
+tests/elastic/test_lost_pservers.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
     BucketSpec,
-    Captures,
     FailureListener,
     FailureState,
     Link,
@@ -40,10 +40,10 @@ from tfps.exchange.interface import (
     declared,
 )
 from tfps.membership.members import Resumed
-from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
-from tfps.types import Array, Buffer
+from tfps.types import Buffer
+from tfps.worker.current import CurrentWorker
 from tfps.worker.meeting import meet, pservers_now
 from tfps.worker.worker import Worker
 
@@ -76,10 +76,8 @@ class _Bucket:
     last: Reply = field(default_factory=Reply)
 
 
-class ElasticWorker:
+class ElasticWorker(CurrentWorker):
     """An `Exchange` over one `Worker` after the other. The constructor is that of `Worker`."""
-
-    embedded = False
 
     def __init__(
         self,
@@ -125,24 +123,12 @@ class ElasticWorker:
         self.info = self.state = self.peers = self.joining = self
         self._worker.add_failure_listener(functools.partial(self._failed, self._worker))
 
-    # What is asked of the worker that there is now
-
-    @property
-    def rank(self) -> int:
-        return self._worker.rank
-
-    @property
-    def view(self) -> View:
-        return self._worker.view
+    # What it knows itself
 
     @property
     def places(self) -> Sequence[int]:
         with self._changed:
             return sorted({*self._worker.places, *self._ended})
-
-    @property
-    def captures(self) -> Captures:
-        return self._worker.captures
 
     @property
     def failure(self) -> TfpsError | None:
@@ -152,82 +138,13 @@ class ElasticWorker:
     def paused(self) -> bool:
         return self._regrouping and not self._over.is_set()
 
-    @property
-    def run(self) -> str:
-        return self._worker.run
-
-    @property
-    def slice_bytes(self) -> int:
-        return self._worker.slice_bytes
-
-    @property
-    def window_bytes(self) -> int:
-        return self._worker.window_bytes
-
-    def owners(self, bucket: int) -> list[int]:
-        return self._worker.owners(bucket)
-
-    def progress(self, bucket: int) -> float:
-        return self._worker.progress(bucket)
-
     def links(self) -> list[Link]:
         return self._call(lambda worker: worker.links())
-
-    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
-        self._worker.write(bucket, array, begin, values)
-
-    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
-        return self._worker.read(bucket, array, begin, nbytes)
-
-    def steps(self, bucket: int) -> int:
-        return self._worker.steps(bucket)
 
     def set_residual(self, bucket: int, values: Floats) -> None:
         self._call(lambda worker: worker.set_residual(bucket, values))
 
-    @property
-    def on_awaited(self) -> Callable[[int, int], object]:
-        return self._worker.peers.on_awaited
-
-    @on_awaited.setter
-    def on_awaited(self, call: Callable[[int, int], object]) -> None:
-        self._worker.peers.on_awaited = call
-
-    def quiesce(self) -> None:
-        self._worker.peers.quiesce()
-
-    def fetch_add(self, counter: str) -> int:
-        return self._worker.peers.fetch_add(counter)
-
-    def is_awaited(self, bucket: int) -> bool:
-        return self._worker.peers.is_awaited(bucket)
-
-    def extend_deadline(self, bucket: int) -> None:
-        self._worker.peers.extend_deadline(bucket)
-
-    def skip(self, buckets: Sequence[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:
-        return self._worker.skip(buckets, step, on_reply)
-
     # A job under way
-
-    @property
-    def least(self) -> int:
-        return self._worker.least
-
-    @property
-    def told(self) -> bool:
-        return self._worker.told
-
-    @told.setter
-    def told(self, value: bool) -> None:
-        self._worker.told = value
-
-    @property
-    def candidate(self) -> bool:
-        return self._worker.candidate
-
-    def lines(self) -> Sequence[str]:
-        return self._worker.lines()
 
     @contextlib.contextmanager
     def trying_out(self) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""How a worker that has lost a pserver finds the one at which all meet; see tfps/membership/regrouping.py."""
+"""How a worker that has lost a pserver finds the one at which all meet; see tfps/membership/regrouping.py.
+
+Tested in tests/worker/test_lost_pservers.py and tests/worker/test_lost_meanwhile.py.
+"""
 
 from __future__ import annotations
 

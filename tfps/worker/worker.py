@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from tfps.threads import Heartbeat
 from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
-from tfps.wire.control import Pserver, bucket_of, layout_of
+from tfps.wire.control import Pserver, layout_of
 from tfps.wire.frames import Header, Kind, decode_ranks, encode
 from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import SILENT_S, Outgoing, SendQueue
@@ -46,13 +46,13 @@ from tfps.worker.client import PserverClient, WaitLog
 from tfps.worker.losses import Losses
 from tfps.worker.newcomer import Newcomer
 from tfps.worker.tuner import Tuner
+from tfps.worker.under_way import UnderWay
 
 logger = logging.getLogger("tfps")
-_READY_S = 0.5  # between a newcomer's questions whether the training that it waits for is over
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
 
 
-class Worker:
+class Worker(UnderWay):
     """A member of a job on all its pservers. See `Exchange`. The constructor returns when all workers have joined.
 
     It is its own `Info` and `State`. Per pserver one of gRPC's threads or "tfps-send-<i>" sends, and "tfps-recv-<i>"
@@ -278,84 +278,6 @@ class Worker:
             self._client.membership = dataclasses.replace(self._client.membership, view=view)
             return True
         return False
-
-    # A job under way
-
-    def _learn(self) -> None:
-        """Knows all buckets that the job has declared."""
-        newcomer = self.newcomer or self._joined
-        if newcomer is None:
-            return
-        specs = list(map(bucket_of, newcomer.replies()[0].buckets))
-        self._add(specs[len(self._buckets) :])
-        newcomer.alone.declare(specs[len(newcomer.alone.specs) :])
-        newcomer.learn(specs)
-
-    @property
-    def candidate(self) -> bool:
-        return self.newcomer is not None
-
-    def lines(self) -> Sequence[str]:
-        return [] if self.newcomer is None else self.newcomer.lines()
-
-    @contextlib.contextmanager
-    def trying_out(self) -> Iterator[None]:
-        newcomer = self.newcomer
-        if newcomer is not None:
-            newcomer.tries_out = True
-        try:
-            yield
-        finally:
-            if newcomer is not None:
-                newcomer.tries_out = False
-
-    def take_part(self, training: int) -> Sequence[int] | None:
-        newcomer = self.newcomer
-        if newcomer is None:
-            return self.view.ranks
-        deadline_s = time.monotonic() + self.config.rejoin_timeout_s
-        while not newcomer.admitted.wait(_READY_S):
-            self._failures.check()
-            if self._client.ready(training).training > training:
-                return None
-            if time.monotonic() > deadline_s:
-                raise newcomer.overdue(self.config.rejoin_timeout_s)
-        self._learn()
-        replies = newcomer.replies()
-        with self._declaring:
-            for bucket, steps in zip(self._buckets, zip(*(each.steps for each in replies), strict=True), strict=True):
-                bucket.steps = max(steps)
-                bucket.next.clear()
-            for layout in map(layout_of, replies[0].layouts):
-                self._cut_anew(layout)
-            self._client.goes_on(replies[0].declarations)
-            self.losses.skip(set(range(self.view.workers)).difference(self.view.ranks))
-            self.on_joined()
-            self._joined, self.newcomer = newcomer, None
-        logger.info("tfps: rank %d takes part from now on, with %d workers", self.rank, len(self.view.ranks))
-        return newcomer.others
-
-    def candidates(self, training: int) -> list[int]:
-        return list(self._client.ready(training).candidates)
-
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
-        before = list(self._admissions)
-        reply = self._client.admit(candidates, self.config.step_timeout_s)
-        joined = sorted(set(reply.present).difference(reply.before))
-
-        def is_told() -> bool:
-            told = all(now > then for now, then in zip(self._admissions, before, strict=True))
-            return told or self._failures.end is not None
-
-        with self._view_changed:  # streams tell it in the order of losses before and after
-            told = self._view_changed.wait_for(is_told, self.config.step_timeout_s)
-        self._failures.check()
-        if not told:
-            raise WaitTimeoutError(f"rank {self.rank}: the pservers have not told who takes part now")
-        for rank in joined:
-            self.losses.forget(rank)
-            logger.info("tfps: rank %d takes part from now on, with %d workers", rank, len(self.view.ranks))
-        return list(reply.before) if joined else None
 
     # Joining and leaving
 
