@@ -41,6 +41,13 @@ def cluster() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
+@pytest.fixture
+def clean(cluster: Cluster) -> Iterator[None]:
+    """Nothing of a job is left after it, however it ended."""
+    yield
+    on_ray.nothing_is_left()
+
+
 def _start() -> Cluster:
     from ray.cluster_utils import Cluster
 

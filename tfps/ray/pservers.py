@@ -38,6 +38,9 @@ def failure(error: RayError) -> str:
     return f"{type(error).__name__}: {line(error)}"
 
 
+_ANSWER_S = 10.0  # how long a pserver may take to answer; one that lives needs milliseconds
+
+
 class Deadline:
     """The end of the user's time for a start of many steps, `timeout_s` from now."""
 
@@ -82,6 +85,9 @@ class TfpsPserver:
         self._server = ParameterServer(host, 0, workers=workers, job=job, security=security)
         return self._server.address
 
+    def lives(self) -> bool:
+        return True
+
     def __repr__(self) -> str:  # what Ray puts before each line that the process prints
         return f"pserver {self._index}"
 
@@ -121,6 +127,13 @@ class Pservers:
                 "for less with resources_per_pserver, or leave room for it on the nodes of the workers"
             )
         return job.at(ray.get(starting))
+
+    def all_live(self) -> bool:
+        """Whether each of them answers."""
+        try:
+            return not wait_all([actor.lives.remote() for actor in self._actors], Deadline(_ANSWER_S))
+        except RayError:
+            return False
 
     def end(self) -> None:
         """Ends their processes, at once; may be called again."""
