@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -44,8 +45,8 @@ def fit(*callbacks: Argument) -> Model:
     return model
 
 
-def trains(folder: Path, lost: int, number: int, comes_back: bool) -> Options:
-    """Signals itself in the first epoch, if it is `lost` and the first of its rank; others wait for the next one."""
+def trains(folder: Path, lost: int, end: Callable[[], None], comes_back: bool) -> Options:
+    """Ends in the first epoch, if it is `lost` and the first of its rank; others wait for the next one."""
     import keras
 
     own = Launch.from_environment().rank
@@ -59,7 +60,7 @@ def trains(folder: Path, lost: int, number: int, comes_back: bool) -> Options:
 
         def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
             if own == lost and first and (self.epoch, batch) == (0, 1):
-                os.kill(os.getpid(), number)
+                end()
             if comes_back and (self.epoch, batch) == (1, 2) and strategy.rank == 0:
                 jobs.poll(lambda: bool(strategy._runtime.exchange.joining.candidates(1)))
 
@@ -93,7 +94,7 @@ def test_a_worker_comes_back_while_the_others_go_on(
 ) -> None:
     import numpy as np
 
-    function = partial(trains, tmp_path, lost, number, True)
+    function = partial(trains, tmp_path, lost, partial(on_ray.die, number), True)
     results = tfps.ray.run(function, workers=3, pservers=1, max_failures=3, min_workers=2)
     assert [(each["own"], each["workers"]) for each in results] == [(0, 3), (1, 3), (2, 3)]
     assert len({each["weights"] for each in results}) == 1
@@ -109,8 +110,32 @@ def test_a_worker_comes_back_while_the_others_go_on(
         np.testing.assert_allclose(np.frombuffer(results[0]["weights"], "float32"), plain, rtol=0, atol=1e-5)
 
 
+def test_a_worker_whose_node_is_lost_comes_back_on_another(
+    spot: Callable[[], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        spot()
+    options: Options = {"workers": 2, "pservers": 1, "resources_per_worker": on_ray.SPOT}
+    results = tfps.ray.run(
+        partial(trains, tmp_path, 1, on_ray.lose_node, True), **options, max_failures=1, min_workers=1
+    )
+    assert [(each["own"], each["workers"]) for each in results] == [(0, 2), (1, 2)]
+    assert results[0]["weights"] == results[1]["weights"]
+    assert [rank for rank, _ in began(tmp_path)] == [0, 1, 1]
+    assert "); it starts again (restarts left: 0)" in caplog.text
+
+
+def test_the_node_with_the_pserver_takes_the_job_with_it(spot: Callable[[], None], tmp_path: Path) -> None:
+    for _ in range(3):
+        spot()
+    options: Options = {"workers": 2, "pservers": 1, "resources_per_worker": on_ray.SPOT}
+    with pytest.raises(PserverLostError, match=r"^rank 1 of 2 failed: PserverLostError: pserver .* again 1 times"):
+        tfps.ray.run(partial(trains, tmp_path, 0, on_ray.lose_node, True), **options, max_failures=3, min_workers=1)
+
+
 def test_without_a_start_left_the_others_end_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    results = tfps.ray.run(partial(trains, tmp_path, 1, signal.SIGKILL, False), workers=3, pservers=1, min_workers=2)
+    function = partial(trains, tmp_path, 1, partial(on_ray.die, signal.SIGKILL), False)
+    results = tfps.ray.run(function, workers=3, pservers=1, min_workers=2)
     assert [(each["own"], each["workers"]) for each in results] == [(0, 2), (2, 2)]
     assert results[0]["weights"] == results[1]["weights"]
     assert [rank for rank, _ in began(tmp_path)] == [0, 1, 2]
@@ -123,7 +148,7 @@ def fails(folder: Path) -> None:
     (folder / f"{rank} began as {os.getpid()}").touch()
     if rank == 1:
         raise ValueError("no such column: 'price'")
-    on_ray.wait_for(folder / "never")
+    on_ray.wait_to_be_ended()
 
 
 def test_the_error_says_how_often_workers_were_started_again(tmp_path: Path) -> None:
