@@ -51,7 +51,8 @@ class Workers:
         self._class = ray.remote(TfpsWorker)
         self._actors = [self._new(rank) for rank in range(recovery.workers)]
         self._replaced: dict[int, RayError] = {}  # what the last one of a rank ended with that was started again
-        self._ready: dict[int, ray.ObjectRef] = {}  # calls of those: have they got a process?
+        self._ready: dict[int, ray.ObjectRef] = {}  # calls of those: on which node have they begun?
+        self._nodes: dict[int, str] = {}  # where the one of a rank was that began last, as far as is known
 
     def _new(self, rank: int) -> ray.actor.ActorHandle:
         there = PlacementGroupSchedulingStrategy(self._group, rank)
@@ -59,10 +60,9 @@ class Workers:
 
     def nodes(self, deadline: Deadline) -> list[str]:
         """The node of each worker, which is ready then."""
-        nodes = []
         for rank, actor in enumerate(self._actors):
             try:
-                nodes.append(ray.get(actor.node.remote(), timeout=deadline.left_s))
+                self._nodes[rank] = ray.get(actor.node.remote(), timeout=deadline.left_s)
             except GetTimeoutError:
                 raise WaitTimeoutError(
                     f"worker {rank} of {len(self._actors)} has a place on the cluster, but was not ready {deadline}; "
@@ -70,7 +70,7 @@ class Workers:
                 ) from None
             except RayError as error:
                 raise self._failed(rank, error) from error
-        return nodes
+        return list(self._nodes.values())
 
     def train(self, job: Job, token: str, function: ray.ObjectRef, pservers: Pservers) -> dict[int, _T]:
         """What the workers return that end well, by rank. After a failure of the job the others may say what they saw.
@@ -99,6 +99,7 @@ class Workers:
                 except RayError as error:
                     failures[rank] = error
                     ray.kill(self._actors[rank])  # the others learn that it is gone
+                    restarts -= self._came_to_nothing(rank)
                     again = recovery.starts_again(restarts, len(results))
                     enough = again or recovery.goes_on_without(len(failures))
                     if end_s is not None or not enough or not _may_go_on(error, pservers):
@@ -120,6 +121,17 @@ class Workers:
         self._actors[rank] = self._new(rank)
         self._ready[rank] = self._actors[rank].node.remote()
         self._replaced[rank] = error
+
+    def _came_to_nothing(self, rank: int) -> bool:
+        """Whether this one was started again on a node that was gone, which Ray notices late. Once for each node."""
+        if rank not in self._ready:
+            return False
+        before = self._nodes.pop(rank, None)
+        try:
+            self._nodes[rank] = ray.get(self._ready[rank], timeout=0)
+        except RayError:
+            return before is not None and before not in {each["NodeID"] for each in ray.nodes() if each["Alive"]}
+        return False
 
     def _none_has_begun(self, ranks: Iterable[int]) -> bool:
         """Whether all of these have been started again, and wait for a place."""
