@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import jobs
+import psutil
 
 from tfps.config import Config, Launch, Security
 from tfps.exchange.interface import BucketSpec
@@ -15,6 +19,7 @@ from tfps.worker.worker import Worker
 NEEDS_RAY = "needs Ray: pip install 'tfps[ray]'"
 # Ray would take a token that an earlier cluster has left in the home folder, and other processes of a test would not.
 WITHOUT_AUTH = {"RAY_AUTH_MODE": "disabled"}
+SPOT = {"CPU": 1, "spot": 1}  # what a worker needs that is to be on a node of the fixture `spot`
 SUM = BucketSpec(("b",), "sum", 400, "float32", 0)
 
 
@@ -61,6 +66,27 @@ def remove_groups() -> None:
 
     for known in ray.util.placement_group_table():
         remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(known)))
+
+
+def die(number: int) -> None:
+    """Signals this process."""
+    os.kill(os.getpid(), number)
+
+
+def lose_node() -> None:
+    """Ends this process as the loss of its host does: with all that Ray has on its node."""
+    raylet = psutil.Process(os.getppid())
+    if raylet.name() != "raylet":
+        raise RuntimeError(f"the parent of a worker must be Ray's raylet, got {raylet}")
+    own = os.getpid()
+    others = [each for each in raylet.children(recursive=True) if each.pid != own]
+    for each in (raylet, *others):  # each of them: what a dead raylet has started may stay
+        each.kill()
+    die(signal.SIGKILL)
+
+
+def wait_to_be_ended() -> None:
+    threading.Event().wait()
 
 
 def wait_for(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import on_ray
@@ -39,6 +39,26 @@ def cluster() -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture
+def clean(cluster: Cluster) -> Iterator[None]:
+    """Nothing of a job is left after it, however it ended."""
+    yield
+    on_ray.nothing_is_left()
+
+
+@pytest.fixture
+def spot(cluster: Cluster) -> Iterator[Callable[[], None]]:
+    """Adds a node with one CPU and one "spot", as `on_ray.SPOT` wants; afterwards all of them go."""
+    nodes = []
+
+    def add() -> None:
+        nodes.append(cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=_STORE_BYTES))
+
+    yield add
+    for node in nodes:
+        cluster.remove_node(node)
 
 
 def _start() -> Cluster:

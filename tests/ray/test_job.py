@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,15 +15,17 @@ import pytest
 import training
 
 import tfps
-from tfps.config import Launch
+from tfps.config import Config, Launch
 from tfps.errors import ClosedError, ConfigError
 from tfps.launch.job import Job
 from tfps.ray.job import (
+    Recovery,
     as_options,
     check_count,
     check_placement,
     check_pservers,
     check_resources,
+    default_sigterm,
     program,
     spread,
     take_place,
@@ -100,6 +103,44 @@ def test_a_wait_has_an_end(timeout_s: Argument) -> None:
         check_pservers(None, None, timeout_s)
 
 
+@pytest.mark.parametrize("least", [0, 4, 1.0, True, "2"])
+def test_the_fewest_workers_are_some_and_not_more_than_all(least: Argument) -> None:
+    with pytest.raises(ConfigError, match=r"^min_workers must be a whole number from 1 to workers=3, or None .*, got "):
+        Recovery(3, least)
+
+
+@pytest.mark.parametrize(("failures", "least"), [(-1, 1), (1.5, 1), (True, 1), (None, 1), (1, None)])
+def test_only_a_job_that_goes_on_without_a_worker_starts_it_again(failures: Argument, least: int | None) -> None:
+    with pytest.raises(ConfigError, match=r"^max_failures must be a whole number from 0 and needs min_workers, got "):
+        Recovery(3, least, failures)
+
+
+def test_a_worker_starts_again_so_often_and_while_there_is_a_job_to_join() -> None:
+    recovery = Recovery(4, min_workers=2, max_failures=3)
+    assert [recovery.starts_again(before, ended_well=0) for before in range(5)] == [True, True, True, False, False]
+    assert not recovery.starts_again(0, ended_well=1)
+    assert not Recovery(4).starts_again(0, ended_well=0)
+
+
+def test_a_job_goes_on_as_long_as_enough_are_left() -> None:
+    assert [Recovery(4, min_workers=2).goes_on_without(lost) for lost in (1, 2, 3)] == [True, True, False]
+    assert not Recovery(4).goes_on_without(1)
+    assert (Recovery(4).least, Recovery(4).variables) == (4, {})
+    assert (Recovery(4, 2).least, Recovery(4, 2).variables) == (2, {"TFPS_MIN_WORKERS": "2"})
+
+
+def test_tfps_may_handle_the_signal_that_ray_would() -> None:
+    def of_ray(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, of_ray)
+    try:
+        with default_sigterm():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is of_ray
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """One that is forgotten after the test."""
@@ -112,10 +153,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 def test_a_process_finds_its_job_and_no_other(environment: dict[str, str]) -> None:
     environment["TF_CONFIG"] = "of another job"
-    take_place(Job("train", 3).at(["a:1", "b:2"]), 2, SECRET)
+    take_place(Job("train", 3).at(["a:1", "b:2"]), 2, SECRET, {"TFPS_MIN_WORKERS": "1"})
     assert Launch.from_environment(environment) == Launch(("a:1", "b:2"), 2, 3, "train")
     assert JobToken.read(environment["TFPS_TOKEN_FILE"]).reveal() == SECRET.encode()
     assert "TF_CONFIG" not in environment
+    assert Config.from_environment(environment).min_workers == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -43,7 +43,7 @@ def run(cluster: Argument, number: int, folder: Path) -> tuple[str, str]:
 
 
 def test_all_programs_are_tested() -> None:
-    assert [block.language for block in BLOCKS] == ["python", "python"]
+    assert [block.language for block in BLOCKS] == ["python", "python", "python"]
 
 
 @pytest.mark.parametrize("name", tfps.ray.__all__)
@@ -60,8 +60,12 @@ def test_a_function_runs_on_several_workers(cluster: Argument, tmp_path: Path) -
     assert first[1] == second[1]
 
 
+def test_a_function_runs_where_workers_may_be_lost(cluster: Argument, tmp_path: Path) -> None:
+    assert run(cluster, 1, tmp_path)[0] == "[3, 3, 3]"
+
+
 def test_ray_train_reports_and_keeps_checkpoints(cluster: Argument, tmp_path: Path) -> None:
-    last, output = run(cluster, 1, tmp_path)
+    last, output = run(cluster, 2, tmp_path)
     assert re.fullmatch(r"\{'loss': [0-9.]+\} Checkpoint\(filesystem=local, path=\S+\)", last), last
     checkpoint = Path(last.rpartition("path=")[2].rstrip(")"))
     assert (checkpoint / "model.keras").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +24,6 @@ ray = pytest.importorskip("ray", reason=on_ray.NEEDS_RAY)
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.usefixtures("clean")]
 for module in (sys.modules[__name__], on_ray, jobs):  # which Ray's processes cannot import
     ray.cloudpickle.register_pickle_by_value(module)
-
-
-@pytest.fixture
-def clean(cluster: Argument) -> Iterator[None]:
-    """Nothing of a job is left after it, however it ended."""
-    yield
-    on_ray.nothing_is_left()
 
 
 def trained() -> Options:
@@ -191,6 +183,8 @@ def test_settings_reach_workers_by_the_runtime_environment() -> None:
         ({"placement_strategy": "pack"}, "placement_strategy must be one of PACK, SPREAD"),
         ({"resources_per_pserver": 2}, "resources_per_pserver must be amounts"),
         ({"start_timeout_s": 0}, "start_timeout_s must be a positive number of seconds, got 0"),
+        ({"min_workers": 2}, "min_workers must be a whole number from 1 to workers=1, or None"),
+        ({"max_failures": 1}, "max_failures must be a whole number from 0 and needs min_workers, got 1 with"),
         ({"train_fn": "train"}, "train_fn must be a function without arguments, got 'train'"),
     ],
 )

@@ -7,15 +7,56 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tfps.errors import ConfigError
 from tfps.launch.job import Job, lasting_secret_file
 from tfps.types import Options
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What becomes of a job whose workers are lost: with how many it goes on, and how often one is started again."""
+
+    workers: int
+    min_workers: int | None = None  # None: it needs all
+    max_failures: int = 0  # of all workers together
+
+    def __post_init__(self) -> None:
+        least, failures = self.min_workers, self.max_failures
+        if least is not None and (not _is_whole(least) or not 1 <= least <= self.workers):
+            raise ConfigError(
+                f"min_workers must be a whole number from 1 to workers={self.workers}, or None (all are needed), got "
+                f"{least!r}"
+            )
+        if not _is_whole(failures) or failures < 0 or (failures and least is None):
+            raise ConfigError(
+                f"max_failures must be a whole number from 0 and needs min_workers, got {failures!r} with "
+                f"min_workers={least!r}"
+            )
+
+    @property
+    def least(self) -> int:
+        """How many workers must end well."""
+        return self.workers if self.min_workers is None else self.min_workers
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a worker's environment says of it."""
+        return {} if self.min_workers is None else {"TFPS_MIN_WORKERS": str(self.min_workers)}
+
+    def goes_on_without(self, lost: int) -> bool:
+        """Whether enough workers are left if so many are lost for good."""
+        return self.workers - lost >= self.least
+
+    def starts_again(self, started_again: int, ended_well: int) -> bool:
+        """Whether one that has just been lost is started again; there is no job to join once others have ended well."""
+        return started_again < self.max_failures and not ended_well
 
 
 def spread(nodes: Sequence[str], count: int | None) -> list[str]:
@@ -37,8 +78,12 @@ def check_pservers(
 
 
 def check_count(name: str, count: int, otherwise: str = "") -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not _is_whole(count) or count < 1:
         raise ConfigError(f"{name} must be a whole number from 1{otherwise}, got {count!r}")
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def check_resources(name: str, resources: Mapping[str, float] | None) -> None:
@@ -66,10 +111,24 @@ def check_placement(resources: Mapping[str, float] | None, strategy: str) -> Non
         raise ConfigError(f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
 
 
-def take_place(job: Job, rank: int, token: str) -> None:
-    """Sets the variables by which `tfps.Strategy()` finds the job, in this process."""
+def take_place(job: Job, rank: int, token: str, variables: Mapping[str, str] | None = None) -> None:
+    """Sets the variables by which `tfps.Strategy()` finds the job, and other `variables`, in this process."""
     os.environ.pop("TF_CONFIG", None)  # describes another job, or this one without its pservers
     os.environ.update(replace(job, token_file=lasting_secret_file(token)).worker_variables(rank))
+    os.environ.update(variables or {})
+
+
+@contextlib.contextmanager
+def default_sigterm() -> Iterator[None]:
+    """What a training function runs in whose worker may leave: SIGTERM is for tfps, which takes no other's handler.
+
+    Ray's ends the process within a step. On the main thread.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,9 @@ def failure(error: RayError) -> str:
     return f"{type(error).__name__}: {line(error)}"
 
 
+_ANSWER_S = 10.0  # how long a pserver may take to answer; one that lives needs milliseconds
+
+
 class Deadline:
     """The end of the user's time for a start of many steps, `timeout_s` from now."""
 
@@ -82,6 +85,9 @@ class TfpsPserver:
         self._server = ParameterServer(host, 0, workers=workers, job=job, security=security)
         return self._server.address
 
+    def lives(self) -> bool:
+        return True
+
     def __repr__(self) -> str:  # what Ray puts before each line that the process prints
         return f"pserver {self._index}"
 
@@ -122,8 +128,29 @@ class Pservers:
             )
         return job.at(ray.get(starting))
 
+    def all_live(self) -> bool:
+        """Whether each of them answers."""
+        try:
+            return not wait_all([actor.lives.remote() for actor in self._actors], Deadline(_ANSWER_S))
+        except RayError:
+            return False
+
+    def any_lives(self) -> bool:
+        """Whether one of them answers, or may do so soon."""
+        calls = [actor.lives.remote() for actor in self._actors]
+        done, late = ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)
+        return bool(late) or any(map(_is_well, done))
+
     def end(self) -> None:
         """Ends their processes, at once; may be called again."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
+
+
+def _is_well(answer: ray.ObjectRef) -> bool:
+    try:
+        ray.get(answer)
+    except RayError:
+        return False
+    return True
