@@ -165,7 +165,9 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
                 ending.set()
 
     def start_next(original: Function, self: Worker, number: int, bucket: PushedBucket) -> None:
-        workers[:] = [self]
+        nonlocal sent
+        if workers != [self]:  # it has other pservers now
+            workers[:], sent = [self], 0
         original(self, number, bucket)
         gradients = [each for each in self._buckets if is_gradient(each)]
         if point == "after the last push" and gradients and all(each.steps > step for each in gradients):
