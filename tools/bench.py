@@ -23,7 +23,7 @@ def main() -> None:
     names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name != "common"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=names)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions: at most 5 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: at most 6 minutes")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all runs to FILE")
     parser.add_argument("--profile", metavar="FILE", help="schedule: of a model that Strategy.report() has recorded")
     parser.add_argument("--part", metavar="NAME", help="recovery: one of its parts, such as pservers or cost")

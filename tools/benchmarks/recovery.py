@@ -5,8 +5,8 @@ One is killed, or stopped as on a host that is silent, which counts as a loss af
 step in the next second (if it is silent, 7 s) takes.
 Pservers: the same with 50 and 500 MB per step, where a pserver is killed (the coordinator is the first of the list),
 stopped, or joins; how much longer than a usual step before it the longest step takes.
-Joins: two workers in `fit`; one is killed and started again. How much longer than others the pause before the epoch is
-at whose beginning it takes part, for the one that stays; variables are copied through the pservers.
+Joins: two workers in `fit`; one is killed and started again. How much longer than others the first step is in which it
+takes part, for the one that stays; variables are copied through the pservers.
 Deaths: three workers in `fit`, of which one is killed every minute, in turn, and started again: with `min_workers`, and
 without, where all are started again and go on from the last epoch that BackupAndRestore has saved. Steps that count.
 Cost: two jobs of two workers and two pservers in `fit`, one with `min_workers` and one without, take epochs in turn,
@@ -62,7 +62,7 @@ PSERVERS = {
 }
 STEPS_BEFORE = {1: 100, 50: 40, 500: 10}  # a fault, by MB per step
 BUCKET_BYTES = 12_500_000  # at most
-PSERVER_RUNS = 5
+PSERVER_RUNS = {50: 5, 500: 3}
 SIZES_MB = (50, 500)
 LAYERS, BATCH = 4, 12
 JOIN_EPOCH_MB = 2000  # of variables in the steps of an epoch: a join opens the data once for each epoch that is over
@@ -101,7 +101,7 @@ def _pservers(quick: bool) -> Outcome:
     headline: dict[str, float] = {}
     for size_mb in SIZES_MB[: 1 if quick else None]:
         for name, fault in PSERVERS.items():
-            found = [_fault(name, fault, size_mb) for _ in range(1 if quick else PSERVER_RUNS)]
+            found = [_fault(name, fault, size_mb) for _ in range(1 if quick else PSERVER_RUNS[size_mb])]
             runs += found
             headline[f"{name}_{size_mb}mb_wait_s"] = median(found, "wait_s")
     return Outcome(headline, runs)
@@ -248,11 +248,9 @@ def _units(size_mb: int) -> int:
     return int((size_mb * 1e6 / 4 / LAYERS) ** 0.5)
 
 
-def _pauses(times: Sequence[tuple[int, int, float]]) -> dict[int, float]:
-    """By epoch: the time from the last step before it to its first one."""
-    return {
-        later[0]: later[2] - earlier[2] for earlier, later in itertools.pairwise(times) if later[0] == earlier[0] + 1
-    }
+def _took(times: Sequence[tuple[int, int, float]]) -> dict[tuple[int, int], float]:
+    """By epoch and batch: the time since the end of the step before it."""
+    return {later[:2]: later[2] - earlier[2] for earlier, later in itertools.pairwise(times)}
 
 
 def _joins_of(size_mb: int, count: int) -> list[dict[str, Json]]:
@@ -261,17 +259,16 @@ def _joins_of(size_mb: int, count: int) -> list[dict[str, Json]]:
         work = ["fit", "--units", str(_units(size_mb)), "--steps", str(steps)]
         job = _Job(stack, 2, work, TFPS_MIN_WORKERS="1", TFPS_STEP_TIMEOUT_S="300")
         found: list[dict[str, Json]] = []
-        _until(lambda: len(_pauses(job.times(0))) >= 2)
+        _until(lambda: len(job.times(0)) > 3 * steps)
         for _ in range(count):
             job.end(job.workers[1])
             before = len(job.times(1))
             job.start_again(1)
             _until(lambda start=before: len(job.times(1)) > start + steps)  # type: ignore[misc]
-            epoch = job.times(1)[before][0]
-            _until(lambda start=epoch: start + 1 in _pauses(job.times(0)))  # type: ignore[misc]
-            pauses = _pauses(job.times(0))
-            usual_s = statistics.median(pause for number, pause in pauses.items() if number not in (1, epoch))
-            one = {"what": "join", "mb": size_mb, "join_s": round(pauses[epoch] - usual_s, 3)}
+            first = job.times(1)[before][:2]  # the one that stays has taken this step, too
+            took = _took(job.times(0))
+            usual_s = statistics.median(s for step, s in took.items() if (step[1] == 0) == (first[1] == 0))
+            one = {"what": "join", "mb": size_mb, "join_s": round(took[first] - usual_s, 3)}
             found.append(_note({**one, "usual_s": round(usual_s, 3)}))
         return found
 
