@@ -10,7 +10,7 @@ takes part, for the one that stays; variables are copied through the pservers.
 Deaths: three workers in `fit`, of which one is killed every minute, in turn, and started again: with `min_workers`, and
 without, where all are started again and go on from the last epoch that BackupAndRestore has saved. Steps that count.
 Cost: two jobs of two workers and two pservers in `fit`, one with `min_workers` and one without, take epochs in turn,
-50 MB of gradients per step and little to compute: steps per second and memory, with shared memory and over TCP.
+50 MB of gradients per step and little to compute: steps per second, CPU and memory, with shared memory and over TCP.
 """
 
 from __future__ import annotations
@@ -132,10 +132,9 @@ def _cost(quick: bool) -> Outcome:
     for transport in ("shared", "tcp"):
         found = _cost_over(transport, 5 if quick else 20)
         runs += found
-        figures = [
-            f"{kind}_{figure}" for kind in ("off", "on") for figure in ("steps_per_s", "worker_mb", "pserver_mb")
-        ]
-        headline |= {f"{transport}_{figure}": median(found, figure) for figure in ("steps_ratio", *figures)}
+        each = ("steps_per_s", "cpu_s", "worker_mb", "pserver_mb")
+        figures = ["steps_ratio", "cpu_ratio", *(f"{kind}_{figure}" for kind in ("off", "on") for figure in each)]
+        headline |= {f"{transport}_{figure}": median(found, figure) for figure in figures}
     return Outcome(headline, runs)
 
 
@@ -319,16 +318,20 @@ def _cost_over(transport: str, pairs: int) -> list[dict[str, Json]]:
         for number in range(1, pairs + 1):
             one: dict[str, Json] = {"what": "cost", "transport": transport}
             for kind in ("off", "on") if number % 2 else ("on", "off"):
-                one[f"{kind}_steps_per_s"] = round(_epoch(jobs[kind], number), 3)
+                steps_per_s, cpu_s = _epoch(jobs[kind], number)
+                one |= {f"{kind}_steps_per_s": round(steps_per_s, 3), f"{kind}_cpu_s": round(cpu_s, 4)}
                 for which, processes in (("worker", jobs[kind].workers), ("pserver", jobs[kind].pservers)):
                     one[f"{kind}_{which}_mb"] = round(statistics.mean(_memory_mb(each.pid) for each in processes), 1)
-            one["steps_ratio"] = round(one["on_steps_per_s"] / one["off_steps_per_s"], 3)
+            for figure, key in (("steps_ratio", "steps_per_s"), ("cpu_ratio", "cpu_s")):
+                one[figure] = round(one[f"on_{key}"] / one[f"off_{key}"], 3)
             found.append(_note(one))
         return found
 
 
-def _epoch(job: _Job, number: int) -> float:
-    """Lets a job take an epoch; returns its steps per second, from the end of the first step on."""
+def _epoch(job: _Job, number: int) -> tuple[float, float]:
+    """Lets a job take an epoch; returns steps per second, from the first's end on, and CPU seconds per step, of all."""
+    processes = [*job.workers, *job.pservers]
+    before_s = sum(children.cpu_s(each.pid) for each in processes)
     for worker in job.workers:
         children.tell(worker, "")
 
@@ -337,7 +340,8 @@ def _epoch(job: _Job, number: int) -> float:
 
     _until(lambda: all(len(ends(rank)) == COST_STEPS for rank in range(len(job.workers))))
     first_s, *_, last_s = ends(0)
-    return (COST_STEPS - 1) / (last_s - first_s)
+    cpu_s = sum(children.cpu_s(each.pid) for each in processes) - before_s
+    return (COST_STEPS - 1) / (last_s - first_s), cpu_s / COST_STEPS
 
 
 def _memory_mb(pid: int) -> float:
