@@ -15,23 +15,27 @@ import shlex
 from tools import benchmarks
 from tools.benchmarks import common
 
+OF_ONE = {"profile": "schedule", "part": "recovery"}  # arguments of one benchmark
+
 
 def main() -> None:
     """Every module of tools/benchmarks with a `run(quick) -> Outcome` is a benchmark."""
     names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name != "common"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=names)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions: at most 5 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: at most 6 minutes")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all runs to FILE")
     parser.add_argument("--profile", metavar="FILE", help="schedule: of a model that Strategy.report() has recorded")
+    parser.add_argument("--part", metavar="NAME", help="recovery: one of its parts, such as pservers or cost")
     options = parser.parse_args()
-    if options.profile is not None and options.name != "schedule":
-        parser.error(f"--profile is for schedule, got it with {options.name}")
-    arguments = {} if options.profile is None else {"profile": options.profile}
+    arguments = {name: getattr(options, name) for name in OF_ONE if getattr(options, name) is not None}
+    for name in arguments:
+        if options.name != OF_ONE[name]:
+            parser.error(f"--{name} is for {OF_ONE[name]}, got it with {options.name}")
     outcome: common.Outcome = importlib.import_module(f"benchmarks.{options.name}").run(options.quick, **arguments)
     if options.json is not None:
-        profile = [] if options.profile is None else ["--profile", options.profile]
-        command = ["tools/bench.py", options.name, *["--quick"] * options.quick, *profile]
+        own = [part for name, value in arguments.items() for part in (f"--{name}", value)]
+        command = ["tools/bench.py", options.name, *["--quick"] * options.quick, *own]
         common.write_json(options.json, options.name, shlex.join(command), outcome)
     print(f"bench {options.name}: " + " ".join(f"{key}={value:.4g}" for key, value in outcome.headline.items()))
 

@@ -36,7 +36,6 @@ from tfps.exchange.interface import (
     OnReply,
     Payload,
     Reply,
-    as_bytes,
     declared,
 )
 from tfps.membership.members import Resumed
@@ -60,7 +59,7 @@ _SAID_S = 10.0  # between log lines of a wait
 class _Push:
     """What has been pushed and not been answered."""
 
-    payload: memoryview | None
+    payload: Payload | None  # as it was given: a newcomer gets the same object back (Reply.sum)
     on_reply: OnReply
     collects: bool = False  # residuals: see State.collect_residual
 
@@ -250,7 +249,7 @@ class ElasticWorker(CurrentWorker):
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         if step_scalars:
             raise TypeError("no bucket has an update here")
-        self._push(bucket, _Push(as_bytes(payload), on_reply))
+        self._push(bucket, _Push(payload, on_reply))
 
     def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
         self._push(bucket, _Push(None, on_reply, collects=True))

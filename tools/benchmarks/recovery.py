@@ -1,12 +1,16 @@
-"""What a lost worker costs the others, what a join does, and what is left of an hour with a death every minute.
+"""What a lost worker or pserver costs the others, what a join does, and an hour with a death every minute.
 
 All with `min_workers`. Losses: three workers and two pservers exchange 1 MB per step, 10 ms apart, without TensorFlow.
 One is killed, or stopped as on a host that is silent, which counts as a loss after 5 s; how long the others' longest
 step in the next second (if it is silent, 7 s) takes.
-Joins: two workers in `fit`; one is killed and started again. How much longer than others the pause before the epoch is
-at whose beginning it takes part, for the one that stays; variables are copied through the pservers.
+Pservers: the same with 50 and 500 MB per step, where a pserver is killed (the coordinator is the first of the list),
+stopped, or joins; how much longer than a usual step before it the longest step takes.
+Joins: two workers in `fit`; one is killed and started again. How much longer than others the first step is in which it
+takes part, for the one that stays; variables are copied through the pservers.
 Deaths: three workers in `fit`, of which one is killed every minute, in turn, and started again: with `min_workers`, and
 without, where all are started again and go on from the last epoch that BackupAndRestore has saved. Steps that count.
+Cost: two jobs of two workers and two pservers in `fit`, one with `min_workers` and one without, take epochs in turn,
+50 MB of gradients per step and little to compute: steps per second, CPU and memory, with shared memory and over TCP.
 """
 
 from __future__ import annotations
@@ -25,40 +29,116 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tfps.types import Json
 from tools import children
 from tools.benchmarks.common import Outcome, median
 
-LOSSES = {"worker": (2, signal.SIGKILL), "rank0": (0, signal.SIGKILL), "silent": (2, signal.SIGSTOP)}
+
+class _Fault(NamedTuple):
+    """Of one of three workers or two pservers."""
+
+    which: str
+    number: int
+    how: int = signal.SIGKILL
+
+    @property
+    def watched_s(self) -> float:
+        """Within this time the longest step begins: a silent host counts as lost after 5 s."""
+        return 1.0 if self.how == signal.SIGKILL else 7.0
+
+
+LOSSES = {
+    "worker": _Fault("worker", 2),
+    "rank0": _Fault("worker", 0),
+    "silent": _Fault("worker", 2, signal.SIGSTOP),
+}
+PSERVERS = {
+    "pserver": _Fault("pserver", 1),
+    "coordinator": _Fault("pserver", 0),
+    "pserver_silent": _Fault("pserver", 1, signal.SIGSTOP),
+    "pserver_joins": None,
+}
+STEPS_BEFORE = {1: 100, 50: 40, 500: 10}  # a fault, by MB per step
+BUCKET_BYTES = 12_500_000  # at most
+PSERVER_RUNS = {50: 5, 500: 3}
 SIZES_MB = (50, 500)
 LAYERS, BATCH = 4, 12
 JOIN_EPOCH_MB = 2000  # of variables in the steps of an epoch: a join opens the data once for each epoch that is over
-DEATH_UNITS, DEATH_STEPS, EVERY_S = 1024, 40, 60.0
+DEATH_UNITS, DEATH_STEPS = 1024, 40
+DEATHS_S, QUICK_DEATHS_S = (60.0, 300.0), (30.0, 30.0)  # from one to the next, of all
+COST_MB, COST_STEPS = 50, 20
 ANSWER_S = 600.0
 _TICK = threading.Event()
 _TIME = struct.Struct("<IId")  # epoch, batch, when it ended
 
 
-def run(quick: bool) -> Outcome:
-    """Medians of losses and joins; one run of deaths each with and without going on."""
+def run(quick: bool, part: str = "") -> Outcome:
+    """Medians of all parts, or of one; one run of deaths each with and without going on."""
     runs: list[dict[str, Json]] = []
     headline: dict[str, float] = {}
-    for what, (rank, how) in LOSSES.items():
-        found = [_loss(what, rank, how) for _ in range(1 if quick else 9)]
+    for name, measure in PARTS.items():
+        if part in ("", name):
+            outcome = measure(quick)
+            runs += outcome.runs
+            headline |= outcome.headline
+    return Outcome(headline, runs)
+
+
+def _losses(quick: bool) -> Outcome:
+    runs: list[dict[str, Json]] = []
+    headline: dict[str, float] = {}
+    for name, fault in LOSSES.items():
+        found = [_fault(name, fault, 1) for _ in range(1 if quick else 9)]
         runs += found
-        headline[f"{what}_lost_s"] = median(found, "longest_s")
-    for size_mb in SIZES_MB:
-        found = _joins(size_mb, 1 if quick else 5)
+        headline[f"{name}_lost_s"] = median(found, "longest_s")
+    return Outcome(headline, runs)
+
+
+def _pservers(quick: bool) -> Outcome:
+    runs: list[dict[str, Json]] = []
+    headline: dict[str, float] = {}
+    for size_mb in SIZES_MB[: 1 if quick else None]:
+        for name, fault in PSERVERS.items():
+            found = [_fault(name, fault, size_mb) for _ in range(1 if quick else PSERVER_RUNS[size_mb])]
+            runs += found
+            headline[f"{name}_{size_mb}mb_wait_s"] = median(found, "wait_s")
+    return Outcome(headline, runs)
+
+
+def _joins(quick: bool) -> Outcome:
+    runs: list[dict[str, Json]] = []
+    headline: dict[str, float] = {}
+    for size_mb in SIZES_MB[: 1 if quick else None]:
+        found = _joins_of(size_mb, 1 if quick else 5)
         runs += found
         headline[f"join_{size_mb}mb_s"] = median(found, "join_s")
-    for kind in ("undisturbed", "goes_on", "restarts"):
-        found = [_deaths(kind, 60.0 if quick else 300.0)]
-        runs += found
-        headline[f"{kind}_steps_per_h"] = found[0]["steps_per_h"]
+    return Outcome(headline, runs)
+
+
+def _deaths(quick: bool) -> Outcome:
+    every_s, window_s = QUICK_DEATHS_S if quick else DEATHS_S
+    runs = [_deaths_of(kind, every_s, window_s) for kind in ("undisturbed", "goes_on", "restarts")]
+    headline: dict[str, float] = {f"{one['kind']}_steps_per_h": one["steps_per_h"] for one in runs}
     for kind in ("goes_on", "restarts"):
         headline[f"{kind}_ratio"] = headline[f"{kind}_steps_per_h"] / headline["undisturbed_steps_per_h"]
     return Outcome(headline, runs)
+
+
+def _cost(quick: bool) -> Outcome:
+    runs: list[dict[str, Json]] = []
+    headline: dict[str, float] = {}
+    for transport in ("shared", "tcp"):
+        found = _cost_over(transport, 5 if quick else 20)
+        runs += found
+        each = ("steps_per_s", "cpu_s", "worker_mb", "pserver_mb")
+        figures = ["steps_ratio", "cpu_ratio", *(f"{kind}_{figure}" for kind in ("off", "on") for figure in each)]
+        headline |= {f"{transport}_{figure}": median(found, figure) for figure in figures}
+    return Outcome(headline, runs)
+
+
+PARTS = {"losses": _losses, "pservers": _pservers, "joins": _joins, "deaths": _deaths, "cost": _cost}
 
 
 def _until(done: Callable[[], bool]) -> None:
@@ -79,17 +159,21 @@ class _Job:
 
     def __init__(self, stack: contextlib.ExitStack, workers: int, work: Sequence[str], **more: str) -> None:
         self._stack, self._work, self._more, self._workers = stack, work, more, workers
-        serve = ["-m", "tfps.pserver.cli", "--port=0", f"--workers={workers}", "--quiet"]
-        servers = [stack.enter_context(children.python(serve, stderr=subprocess.DEVNULL)) for _ in range(2)]
-        self._pservers = ",".join(children.answer(each, ANSWER_S).split()[3] for each in servers)
+        self.pservers = [self._new_pserver() for _ in range(2)]
+        self._addresses = [self._address(each) for each in self.pservers]
         self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.processes: list[subprocess.Popen[str]] = []
-        for rank in range(workers):
-            self.processes.append(self._new(rank))
+        self.workers = [self._new(rank) for rank in range(workers)]
+
+    def _new_pserver(self, *more: str) -> subprocess.Popen[str]:
+        serve = ["-m", "tfps.pserver.cli", "--port=0", f"--workers={self._workers}", "--quiet", *more]
+        return self._stack.enter_context(_killed(children.python(serve, stderr=subprocess.DEVNULL)))
+
+    def _address(self, pserver: subprocess.Popen[str]) -> str:
+        return children.answer(pserver, ANSWER_S).split()[3]
 
     def _new(self, rank: int) -> subprocess.Popen[str]:
         environment = {
-            "TFPS_PSERVERS": self._pservers,
+            "TFPS_PSERVERS": ",".join(self._addresses),
             "TFPS_RANK": str(rank),
             "TFPS_WORKERS": str(self._workers),
             "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -99,13 +183,19 @@ class _Job:
         return self._stack.enter_context(_killed(children.python(work, environment, stderr=subprocess.DEVNULL)))
 
     def start_again(self, rank: int) -> None:
-        self.processes[rank] = self._new(rank)
+        self.workers[rank] = self._new(rank)
 
-    def end(self, rank: int, how: int = signal.SIGKILL) -> float:
+    def end(self, process: subprocess.Popen[str], how: int = signal.SIGKILL) -> float:
         """Sends a signal; returns when."""
-        self.processes[rank].send_signal(how)
+        process.send_signal(how)
         if how == signal.SIGKILL:
-            self.processes[rank].wait(ANSWER_S)
+            process.wait(ANSWER_S)
+        return time.monotonic()
+
+    def join(self) -> float:
+        """Lets another pserver take part; returns when it begins to."""
+        self.pservers.append(self._new_pserver(f"--join={self._addresses[0]}"))
+        self._address(self.pservers[-1])
         return time.monotonic()
 
     def times(self, rank: int) -> list[tuple[int, int, float]]:
@@ -126,51 +216,63 @@ def _killed(context: contextlib.AbstractContextManager[subprocess.Popen[str]]): 
             process.kill()
 
 
-def _loss(what: str, rank: int, how: int) -> dict[str, Json]:
+def _fault(name: str, fault: _Fault | None, size_mb: int) -> dict[str, Json]:
+    """None: a pserver joins."""
     with contextlib.ExitStack() as stack:
-        job = _Job(stack, 3, ["exchange"])
-        _until(lambda: all(len(job.times(each)) > 100 for each in range(3)))
-        ended_s = job.end(rank, how)
-        others = [each for each in range(3) if each != rank]
-        last_s = ended_s + (1.0 if how == signal.SIGKILL else 7.0)
+        job = _Job(stack, 3, ["exchange", "--mb", str(size_mb)])
+        _until(lambda: all(len(job.times(each)) > STEPS_BEFORE[size_mb] for each in range(3)))
+        others = list(range(3))
+        if fault is None:
+            began_s = job.join()
+        elif fault.which == "pserver":
+            began_s = job.end(job.pservers[fault.number], fault.how)
+        else:
+            began_s = job.end(job.workers[fault.number], fault.how)
+            others.remove(fault.number)
+        last_s = began_s + (1.0 if fault is None else fault.watched_s)
         _until(lambda: all(job.times(each)[-1][2] > last_s for each in others))
-        longest = []
+        usual, longest = [], []
         for each in others:
             ends = [end for _, _, end in job.times(each)]
-            longest.append(max(b - a for a, b in itertools.pairwise(ends) if ended_s < b < last_s))
-        return _note({"what": "loss", "which": what, "longest_s": round(max(longest), 3)})
+            before = [b - a for a, b in itertools.pairwise(ends) if b < began_s]
+            usual.append(statistics.median(before[len(before) // 2 :]))  # the first ones are slower
+            longest.append(max(b - a for a, b in itertools.pairwise(ends) if began_s < b and a < last_s))
+        found = {"what": "fault", "which": name, "mb": size_mb, "longest_s": round(max(longest), 3)}
+        usual_s = statistics.median(usual)
+        return _note({**found, "usual_s": round(usual_s, 3), "wait_s": round(max(longest) - usual_s, 3)})
 
 
-def _pauses(times: Sequence[tuple[int, int, float]]) -> dict[int, float]:
-    """By epoch: the time from the last step before it to its first one."""
-    return {
-        later[0]: later[2] - earlier[2] for earlier, later in itertools.pairwise(times) if later[0] == earlier[0] + 1
-    }
+def _units(size_mb: int) -> int:
+    """Of each layer, with so many MB of variables."""
+    return int((size_mb * 1e6 / 4 / LAYERS) ** 0.5)
 
 
-def _joins(size_mb: int, count: int) -> list[dict[str, Json]]:
+def _took(times: Sequence[tuple[int, int, float]]) -> dict[tuple[int, int], float]:
+    """By epoch and batch: the time since the end of the step before it."""
+    return {later[:2]: later[2] - earlier[2] for earlier, later in itertools.pairwise(times)}
+
+
+def _joins_of(size_mb: int, count: int) -> list[dict[str, Json]]:
     with contextlib.ExitStack() as stack:
-        units = int((size_mb * 1e6 / 4 / LAYERS) ** 0.5)
         steps = JOIN_EPOCH_MB // size_mb
-        work = ["fit", "--units", str(units), "--steps", str(steps)]
+        work = ["fit", "--units", str(_units(size_mb)), "--steps", str(steps)]
         job = _Job(stack, 2, work, TFPS_MIN_WORKERS="1", TFPS_STEP_TIMEOUT_S="300")
         found: list[dict[str, Json]] = []
-        _until(lambda: len(_pauses(job.times(0))) >= 2)
+        _until(lambda: len(job.times(0)) > 3 * steps)
         for _ in range(count):
-            job.end(1)
+            job.end(job.workers[1])
             before = len(job.times(1))
             job.start_again(1)
             _until(lambda start=before: len(job.times(1)) > start + steps)  # type: ignore[misc]
-            epoch = job.times(1)[before][0]
-            _until(lambda start=epoch: start + 1 in _pauses(job.times(0)))  # type: ignore[misc]
-            pauses = _pauses(job.times(0))
-            usual_s = statistics.median(pause for number, pause in pauses.items() if number not in (1, epoch))
-            one = {"what": "join", "mb": size_mb, "join_s": round(pauses[epoch] - usual_s, 3)}
+            first = job.times(1)[before][:2]  # the one that stays has taken this step, too
+            took = _took(job.times(0))
+            usual_s = statistics.median(s for step, s in took.items() if (step[1] == 0) == (first[1] == 0))
+            one = {"what": "join", "mb": size_mb, "join_s": round(took[first] - usual_s, 3)}
             found.append(_note({**one, "usual_s": round(usual_s, 3)}))
         return found
 
 
-def _deaths(kind: str, window_s: float) -> dict[str, Json]:
+def _deaths_of(kind: str, every_s: float, window_s: float) -> dict[str, Json]:
     with contextlib.ExitStack() as stack:
         work = ["fit", "--units", str(DEATH_UNITS), "--steps", str(DEATH_STEPS)]
         more = {"TFPS_MIN_WORKERS": "1"}
@@ -181,18 +283,18 @@ def _deaths(kind: str, window_s: float) -> dict[str, Json]:
         began_s, deaths = time.monotonic(), 0
         first = max(job.times(rank)[-1][:2] for rank in range(3))
         while (left_s := began_s + window_s - time.monotonic()) > 0:
-            next_s = began_s + EVERY_S * (deaths + 0.5) - time.monotonic()
+            next_s = began_s + every_s * (deaths + 0.5) - time.monotonic()
             if kind == "undisturbed" or next_s > left_s:
                 _TICK.wait(left_s)
                 break
             _TICK.wait(max(next_s, 0.0))
             rank, deaths = deaths % 3, deaths + 1
-            job.end(rank)
+            job.end(job.workers[rank])
             if kind == "goes_on":
                 job.start_again(rank)
                 continue
             for other in range(3):  # they end by themselves; what starts them again is not what is measured
-                job.end(other)
+                job.end(job.workers[other])
             for other in range(3):
                 job.start_again(other)
         last = max(entry[:2] for rank in range(3) for entry in job.times(rank))
@@ -202,31 +304,83 @@ def _deaths(kind: str, window_s: float) -> dict[str, Json]:
         return _note({**found, "steps_per_h": round(steps / took_s * 3600)})
 
 
-def _work_exchange(folder: str) -> None:
+def _cost_over(transport: str, pairs: int) -> list[dict[str, Json]]:
+    with contextlib.ExitStack() as stack:
+        work = ["fit", "--units", str(_units(COST_MB)), "--steps", str(COST_STEPS), "--paced"]
+        shared = {"TFPS_SHARED_MEMORY": str(int(transport == "shared"))}
+        jobs = {
+            "off": _Job(stack, 2, work, **shared),
+            "on": _Job(stack, 2, work, **shared, TFPS_MIN_WORKERS="1"),
+        }
+        for job in jobs.values():
+            _epoch(job, 0)  # traces and tunes
+        found: list[dict[str, Json]] = []
+        for number in range(1, pairs + 1):
+            one: dict[str, Json] = {"what": "cost", "transport": transport}
+            for kind in ("off", "on") if number % 2 else ("on", "off"):
+                steps_per_s, cpu_s = _epoch(jobs[kind], number)
+                one |= {f"{kind}_steps_per_s": round(steps_per_s, 3), f"{kind}_cpu_s": round(cpu_s, 4)}
+                for which, processes in (("worker", jobs[kind].workers), ("pserver", jobs[kind].pservers)):
+                    one[f"{kind}_{which}_mb"] = round(statistics.mean(_memory_mb(each.pid) for each in processes), 1)
+            for figure, key in (("steps_ratio", "steps_per_s"), ("cpu_ratio", "cpu_s")):
+                one[figure] = round(one[f"on_{key}"] / one[f"off_{key}"], 3)
+            found.append(_note(one))
+        return found
+
+
+def _epoch(job: _Job, number: int) -> tuple[float, float]:
+    """Lets a job take an epoch; returns steps per second, from the first's end on, and CPU seconds per step, of all."""
+    processes = [*job.workers, *job.pservers]
+    before_s = sum(children.cpu_s(each.pid) for each in processes)
+    for worker in job.workers:
+        children.tell(worker, "")
+
+    def ends(rank: int) -> list[float]:
+        return [end for epoch, _, end in job.times(rank) if epoch == number]
+
+    _until(lambda: all(len(ends(rank)) == COST_STEPS for rank in range(len(job.workers))))
+    first_s, *_, last_s = ends(0)
+    cpu_s = sum(children.cpu_s(each.pid) for each in processes) - before_s
+    return (COST_STEPS - 1) / (last_s - first_s), cpu_s / COST_STEPS
+
+
+def _memory_mb(pid: int) -> float:
+    """Of a process; what it shares with others counts in parts."""
+    lines = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / 1e6
+
+
+def _work_exchange(folder: str, size_mb: int) -> None:
     import numpy as np
 
     from tfps.config import Config
     from tfps.exchange.interface import BucketSpec, Reply
-    from tfps.worker.worker import Worker
+    from tfps.trace.recorder import Recorder
+    from tfps.worker.elastic import ElasticWorker
 
-    rank = int(os.environ["TFPS_RANK"])
-    worker = Worker(os.environ["TFPS_PSERVERS"].split(","), rank=rank, config=Config(min_workers=1))
-    (bucket,) = worker.declare([BucketSpec(("gradient",), "sum", 1_000_000, "float32", 0)])
-    payload = np.ones(250_000, np.float32)
+    rank, config = int(os.environ["TFPS_RANK"]), Config(min_workers=1)
+    addresses = os.environ["TFPS_PSERVERS"].split(",")
+    worker = ElasticWorker(addresses, rank=rank, config=config, recorder=Recorder())
+    nbytes = min(size_mb * 1_000_000, BUCKET_BYTES)
+    names = [f"gradient {number}" for number in range(size_mb * 1_000_000 // nbytes)]
+    buckets = worker.declare([BucketSpec((name,), "sum", nbytes, "float32", i) for i, name in enumerate(names)])
+    payload = np.ones(nbytes // 4, np.float32)
     with pathlib.Path(folder, f"{rank}.times").open("ab", buffering=0) as times:
         for step in range(2**31):
-            replied = threading.Event()
+            replied = threading.Semaphore(0)
 
-            def note(reply: Reply, replied: threading.Event = replied) -> None:
-                replied.set()
+            def note(reply: Reply, replied: threading.Semaphore = replied) -> None:
+                replied.release()
 
-            worker.push(bucket, payload, note)
-            replied.wait()
+            for bucket in buckets:
+                worker.push(bucket, payload, note)
+            for _ in buckets:
+                replied.acquire()
             times.write(_TIME.pack(0, step, time.monotonic()))
             _TICK.wait(0.01)
 
 
-def _work_fit(folder: str, units: int, steps: int, backup: bool) -> None:
+def _work_fit(folder: str, units: int, steps: int, backup: bool, paced: bool) -> None:
     import keras
     import numpy as np
     import tensorflow as tf
@@ -249,6 +403,8 @@ def _work_fit(folder: str, units: int, steps: int, backup: bool) -> None:
 
         def on_epoch_begin(self, epoch: int, logs: Json = None) -> None:
             self.epoch = epoch
+            if paced:
+                sys.stdin.readline()
 
         def on_train_batch_end(self, batch: int, logs: Json = None) -> None:
             self.file.write(_TIME.pack(self.epoch, batch, time.monotonic()))
@@ -265,10 +421,12 @@ if __name__ == "__main__":
     _parser.add_argument("folder")
     _parser.add_argument("--units", type=int, default=0)
     _parser.add_argument("--steps", type=int, default=0)
+    _parser.add_argument("--mb", type=int, default=0)
     _parser.add_argument("--backup", action="store_true")
+    _parser.add_argument("--paced", action="store_true")  # each epoch begins with a line of stdin
     _options = _parser.parse_args()
     if _options.what == "exchange":
-        _work_exchange(_options.folder)
+        _work_exchange(_options.folder, _options.mb)
     else:
-        _work_fit(_options.folder, _options.units, _options.steps, _options.backup)
+        _work_fit(_options.folder, _options.units, _options.steps, _options.backup, _options.paced)
     sys.exit(0)
