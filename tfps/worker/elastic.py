@@ -96,6 +96,7 @@ class ElasticWorker(CurrentWorker):
         self._latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()  # declaration
         self._changed = threading.Condition()  # guards what follows
         self._regrouping = False
+        self._thread: threading.Thread | None = None  # that goes on with other pservers, the last one
         self._next: Worker | None = None  # with which it is about to go on
         self._reason = ""  # why it has been closed
         self._addresses = list(pservers)
@@ -322,7 +323,9 @@ class ElasticWorker(CurrentWorker):
             goes_on, again = self._goes_on(error), self._ask_again if self._is_candidate else self._begin_anew
             self._regrouping = goes_on
         if goes_on:
-            threading.Thread(target=self._go_on, args=[worker, again, error], name="tfps-regroup", daemon=True).start()
+            arguments = [worker, again, error]
+            self._thread = threading.Thread(target=self._go_on, args=arguments, name="tfps-regroup", daemon=True)
+            self._thread.start()
         else:
             self._end(error)
 
@@ -352,6 +355,8 @@ class ElasticWorker(CurrentWorker):
             for worker in self._workers(reason):
                 worker.close(reason)
             self._answer(self._failures.end or ClosedError("the exchange is closed"))
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(_MOST_CONNECT_S)  # it may still join pservers, and leaves them then
 
     def _workers(self, reason: str = "") -> list[Worker]:
         """Those that are to end, as there will be no other one."""
@@ -420,11 +425,14 @@ class ElasticWorker(CurrentWorker):
         """Meets the others, and begins the job anew with them."""
         logger.warning("tfps: %s; the workers meet, to go on with the pservers that there are", reason)
         generation = old.view.generation
+        silent = old.silent_pservers
         for failed in self._attempts(reason):
             try:
                 report = self._report(old, generation, reason)
-                workers = old.view.workers
-                reply = meet(self._addresses, self._security, old.uid, self._first, self.rank, workers, report)
+                workers, not_asked, silent = old.view.workers, silent, set()
+                reply = meet(
+                    self._addresses, self._security, old.uid, self._first, self.rank, workers, report, not_asked
+                )
                 generation = reply.generation
                 with self._changed:
                     self._addresses += [each for each in reply.pservers if each not in self._addresses]

@@ -10,7 +10,7 @@ import enum
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from tfps.config import Security
 from tfps.errors import PserverLostError, TfpsError
@@ -93,14 +93,16 @@ def meet(
     rank: int,
     workers: int,
     report: pb.Report,
+    silent: Collection[str] = (),
 ) -> pb.RegroupReply:
     """Meets the other workers of the job at one of `addresses`; returns what they agree on.
 
+    Those of `silent` pservers are not asked: they have just not answered for long.
+
     PserverLostError, WaitTimeoutError: not now, maybe later. Other TfpsErrors: this worker cannot go on.
     """
-    answers: Mapping[str, _Answer] = {
-        address: answer for address, (answer, _) in _ask_all(addresses, security, uid, incarnation, workers).items()
-    }
+    asked = _ask_all([each for each in addresses if each not in silent], security, uid, incarnation, workers)
+    answers = {address: asked[address][0] if address in asked else _Answer.SILENT for address in addresses}
 
     def those(*kinds: _Answer) -> list[str]:
         return [address for kind in kinds for address in addresses if answers[address] is kind]

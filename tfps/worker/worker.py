@@ -91,6 +91,7 @@ class Worker(UnderWay):
         self._present: list[set[int]] = []  # by pserver: who takes part, as it has told
         self._ended: set[int] = set()  # who took part until the end of its program
         self._silent: set[int] = set()  # who was lost and may be alive
+        self.silent_pservers: set[str] = set()  # addresses
         self._admissions: list[int] = []  # by pserver: how many it has told
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
@@ -250,6 +251,7 @@ class Worker(UnderWay):
         for pserver, queue in list(zip(self._pservers, self._queues, strict=True))[: len(self._streams)]:
             queue.put_urgent(frames.BEAT)
             if (silent_s := queue.silent_s(renew=late)) > SILENT_S:
+                self.silent_pservers.add(pserver.address)
                 self.fail(PserverLostError(f"pserver {pserver.address} has been silent for {silent_s:.1f} s"))
         self.losses.log()
         return self._failures.end is None
