@@ -17,6 +17,8 @@ from tfps.exchange.interface import Payload
 from tfps.pserver import regrouping
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument
+from tfps.worker import elastic
+from tfps.worker import worker as worker_module
 from tfps.worker.bucket import PushedBucket
 from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
@@ -27,6 +29,8 @@ ONES = np.ones(ITEMS, np.float32)
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
+    monkeypatch.setattr(elastic, "_MOST_CONNECT_S", 2.0)
+    monkeypatch.setattr(worker_module, "_REJOIN_S", 1.0)
 
 
 def test_nobody_lacks_a_result_whose_giver_dies_while_it_gives_it(

@@ -49,6 +49,7 @@ from tfps.worker.tuner import Tuner
 from tfps.worker.under_way import UnderWay
 
 logger = logging.getLogger("tfps")
+_REJOIN_S = 5.0  # for pservers that have just answered
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
 
 
@@ -125,7 +126,8 @@ class Worker(UnderWay):
             deadline_s = time.monotonic() + config.connect_timeout_s
             if config.min_workers is not None:
                 Heartbeat("tfps-heartbeat", self._beat)
-            self._join(job, workers or 0, deadline_s, resumed)
+            join_s = deadline_s if resumed is None else min(deadline_s, time.monotonic() + _REJOIN_S)
+            self._join(job, workers or 0, join_s, resumed)
             self._placer = Placer(self.view.pservers, config.placement)
             for pserver in self._pservers:
                 pserver.explain = self._explain
