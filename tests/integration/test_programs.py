@@ -39,9 +39,9 @@ PROGRAMS = {
     "programs_loops": (["loop_alike", "loop_divided"], []),
     "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up"], []),
     "programs_training": (
-        ["helper_models", "strings", "adapted"],
+        ["helper_models", "predicted_on_one_rank", "adapted"],
         [
-            "predicted_on_one_rank",
+            "strings",
             "gradients_none",
             "compile_again",
             "fine_tuning",

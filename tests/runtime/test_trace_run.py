@@ -78,6 +78,25 @@ def check_step(capture: Capture, step: int) -> None:
         assert updates[gate.bucket].begin_ns <= gate.end_ns <= updates[gate.bucket].end_ns + 1_000_000
 
 
+def test_a_capture_that_is_lost_with_a_pserver_costs_no_training(
+    cluster: jobs.Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = [cluster.pserver(1) for _ in range(2)]
+    strategy = tfps.Strategy([server.address for server in servers], config=tfps.Config(min_workers=1))
+    cluster.callback(strategy.close)
+    model, x, y = compiled(strategy)
+
+    def end(batch: int, logs: Logs) -> None:
+        if batch == 3:
+            servers[0].stop(0)
+
+    ends = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    model.fit(x, y, epochs=1, verbose=0, callbacks=[tfps.callbacks.Trace(tmp_path, steps=(2, 6)), ends])
+    assert "is lost: " in caplog.text
+    assert not list(tmp_path.glob("plugins/tfps/*"))
+    model.fit(x, y, epochs=1, verbose=0)
+
+
 @pytest.mark.parametrize(
     ("depth", "options"),
     [(2, {}), (0, {}), (2, {"steps_per_execution": 4}), (2, {"images": True})],

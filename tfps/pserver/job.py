@@ -82,6 +82,14 @@ class Job(Elastic):
         resumed = self._membership.resumed
         return self.incarnation if resumed is None else resumed.incarnation
 
+    @property
+    def moving(self) -> int | None:
+        """The generation of a job that has begun and goes on with other pservers; None: it does not."""
+        with self._changed:
+            moves = self.begun and self._shard.config.outlives_pservers
+            lost = moves and isinstance(self._failure, PserverLostError)
+            return self._membership.view.generation if lost else None
+
     def is_of(self, incarnation: str) -> bool:
         """Whether `incarnation` is that of this job when it began, maybe with other pservers."""
         own = self.first_incarnation

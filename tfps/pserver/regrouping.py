@@ -87,6 +87,14 @@ class Meetings:
         """Whether the worker does not know yet what others have agreed on."""
         return isinstance(meeting.outcome, Regrouped) and report.generation < meeting.outcome.generation
 
+    def expect(self, incarnation: str, generation: int) -> None:
+        """The workers of this job, whose view is `generation`, are about to meet, here or at another pserver."""
+        with self._changed:
+            meeting = self._meetings.get(incarnation)
+            outcome = None if meeting is None else meeting.outcome
+            if meeting is None or (isinstance(outcome, Regrouped) and outcome.generation <= generation):
+                self._meetings[incarnation] = _Meeting(knows=True)
+
     def resume(self, incarnation: str) -> None:
         """The workers of this job begin it anew."""
         with self._changed:

@@ -295,6 +295,8 @@ class ParameterServer:
                 job.end_before(applicant.resumed)
             limit_s = min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S)
             if applicant.resumed is None:
+                if (moving := job.moving) is not None:
+                    self._meetings.expect(job.first_incarnation, moving)
                 self._meetings.wait_resumed(limit_s)
                 with self._lock:
                     job = self._job

@@ -153,7 +153,15 @@ class TraceRun:
         steps = [number for number, begin_ns in list(self._runtime.spans.steps) if begin_ns >= self._begin_ns]
         settings: dict[str, Setting] = {"workers": workers, "tfps": __version__, "tensorflow": tf.__version__}
         run, chosen = self._free_name(), sorted(set(choose(steps)))
-        self._capture = capture = exchange.captures.stop(self._runtime.declared.known(), run, chosen, settings)
+        try:
+            capture = exchange.captures.stop(self._runtime.declared.known(), run, chosen, settings)
+        except TfpsError as error:
+            if exchange.failure is not None:
+                raise
+            # Training goes on, as when a pserver was lost meanwhile.
+            logger.warning("tfps: the capture '%s' is lost: %s", run, error)
+            return
+        self._capture = capture
         path = chrome_path(self._log_dir, run)
         write_chrome(capture, path)
         error_ns = max(process.clock_error_ns for process in capture.processes)

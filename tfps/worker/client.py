@@ -124,7 +124,9 @@ class PserverClient:
                 pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
 
         # Together: one that is silent holds up none.
-        first, *others = [threading.Thread(target=tell, args=[each], daemon=True) for each in self.pservers]
+        first, *others = [
+            threading.Thread(target=tell, args=[each], name="tfps-farewell", daemon=True) for each in self.pservers
+        ]
         for thread in others:
             thread.start()
         first.run()

@@ -51,6 +51,8 @@ _T = TypeVar("_T")
 _LOOK_S = 1.0  # between two looks whether a wait is interrupted
 _PAUSE_S = 0.2  # before another attempt
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
+# The job may go on in another attempt.
+_LATER = (ClosedError, ConnectError, PserverLostError, WaitTimeoutError)
 _MOST_CONNECT_S = 15.0  # for all to begin anew, once they have met
 _SAID_S = 10.0  # between log lines of a wait
 
@@ -445,7 +447,7 @@ class ElasticWorker(CurrentWorker):
                 for push, own in answered:
                     push.on_reply(own)
                 return
-            except (ConnectError, PserverLostError, WaitTimeoutError) as error:
+            except _LATER as error:
                 failed(error)
 
     def _ask_again(self, old: Worker, reason: str) -> None:
@@ -469,7 +471,7 @@ class ElasticWorker(CurrentWorker):
                     new.newcomer.tries_out = self._tries_out
                     self._go_on_with(new)
                 return
-            except (ConnectError, PserverLostError, WaitTimeoutError) as error:
+            except _LATER as error:
                 failed(error)
 
     def _report(self, old: Worker, generation: int, reason: str) -> pb.Report:

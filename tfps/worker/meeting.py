@@ -69,7 +69,7 @@ def _ask_all(
     def ask(address: str) -> None:
         found[address] = _ask(address, security, uid, request, workers)
 
-    threads = [threading.Thread(target=ask, args=[address], daemon=True) for address in addresses]
+    threads = [threading.Thread(target=ask, args=[address], name="tfps-ask", daemon=True) for address in addresses]
     for thread in threads:
         thread.start()
     for thread in threads:
