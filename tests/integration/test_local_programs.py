@@ -71,7 +71,8 @@ def test_ranks_agree_where_they_must_in_more_programs(name: str, long: Results) 
     check(name, long)
 
 
-@pytest.mark.parametrize("mode", ["diloco", pytest.param("local", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["diloco", "local"])
 def test_one_rank_saves_alone_what_compression_holds_back_which_travels_only_then(mode: str, tmp_path: Path) -> None:
     names = ["saved_by_one_rank_after_fit", "saved_by_one_rank_in_fit"]
     found = run(names, tmp_path, {**COMPRESSED, "TFPS_MODE": mode})

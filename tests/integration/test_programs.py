@@ -25,8 +25,9 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_steps": (
-        ["loop_function", "guide_steps", "logs_that_differ"],
+        ["loop_function", "guide_steps"],
         [
+            "logs_that_differ",
             "without_call",
             "own_logs",
             "metrics_of_one_name",

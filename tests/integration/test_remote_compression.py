@@ -22,6 +22,7 @@ def run(
     return test_compression.run(folder, names, compression, workers, pservers, **SERVER, **more)
 
 
+@pytest.mark.long
 def test_adam_with_int8_trains_saves_and_goes_on_bitwise(tmp_path: Path) -> None:
     found = run(tmp_path, ["trained", "checkpointed"], "int8", OPTIMIZER="adam")
     test_compression.check(found)

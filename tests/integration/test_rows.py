@@ -26,11 +26,11 @@ NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "sc
 QUICK = {
     (2, 1): [
         *("updated_in_the_step", "normalized", "evaluated_evenly_after_an_uneven_batch", "convolutional"),
-        *("synchronized", "scalar_losses", "own_steps", "nested_step", "contrast", "each_row"),
+        *("scalar_losses", "own_steps", "nested_step", "each_row"),
     ],
     (2, 2): [
-        *("one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "endpoint", "lookups"),
-        *NO_ROWS,
+        *("one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "lookups"),
+        *("layer", "number_eagerly", "step", "scaled"),
     ],
 }
 ONE_DEVICE = {

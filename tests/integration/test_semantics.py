@@ -35,8 +35,9 @@ def test_two_workers_do_what_tf_distribute_documents(pservers: Callable[[int], l
 
 @pytest.mark.parametrize(
     ("workers", "devices"),
-    [(2, 1), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long)],
+    [(2, 1), (1, 2), (2, 2)],
 )
+@pytest.mark.long
 def test_what_replicas_write_for_themselves_is_read_as_of_one_process(
     pservers: Callable[[int], list[str]], workers: int, devices: int, tmp_path: Path
 ) -> None:
