@@ -25,9 +25,9 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_steps": (
-        ["loop_function", "guide_steps"],
+        ["loop_function", "logs_that_differ"],
         [
-            "logs_that_differ",
+            "guide_steps",
             "without_call",
             "own_logs",
             "metrics_of_one_name",
