@@ -14,6 +14,7 @@ import keras
 from jobs import poll
 
 from tfps import collectives
+from tfps.errors import PserverLostError
 from tfps.keras_hooks import joining
 from tfps.protos import tfps_pb2 as pb
 from tfps.runtime.transfers import DeferredUpdate
@@ -179,7 +180,10 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
         (worker,) = workers
 
         def arrived() -> bool:
-            said = [p.call("Status", pb.StatusRequest(details=True), 5.0) for p in worker._pservers]
+            try:
+                said = [p.call("Status", pb.StatusRequest(details=True), 5.0) for p in worker._pservers]
+            except PserverLostError:  # nothing more arrives there
+                return True
             return sum(m.received_slices for s in said for m in s.members if m.rank == worker.rank) == sent
 
         poll(arrived)
