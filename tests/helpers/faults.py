@@ -14,7 +14,6 @@ import keras
 from jobs import poll
 
 from tfps import collectives
-from tfps.errors import PserverLostError
 from tfps.keras_hooks import joining
 from tfps.protos import tfps_pb2 as pb
 from tfps.runtime.transfers import DeferredUpdate
@@ -180,10 +179,9 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
         (worker,) = workers
 
         def arrived() -> bool:
-            try:
-                said = [p.call("Status", pb.StatusRequest(details=True), 5.0) for p in worker._pservers]
-            except PserverLostError:  # nothing more arrives there
+            if worker.failure is not None:  # a pserver is gone: nothing more arrives
                 return True
+            said = [p.call("Status", pb.StatusRequest(details=True), 5.0) for p in worker._pservers]
             return sum(m.received_slices for s in said for m in s.members if m.rank == worker.rank) == sent
 
         poll(arrived)
