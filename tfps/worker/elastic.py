@@ -25,7 +25,15 @@ from typing import TypeVar
 import numpy as np
 
 from tfps.config import Config, Security
-from tfps.errors import ClosedError, ConnectError, InterruptError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    InterruptError,
+    PserverLostError,
+    TfpsError,
+    WaitTimeoutError,
+)
 from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
@@ -108,22 +116,35 @@ class ElasticWorker(CurrentWorker):
         self._tries_out = False
         self._ended: set[int] = set()  # whose programs have ended, in earlier views
         self._over = threading.Event()  # failed or closed
-        if len(set(pservers)) == len(pservers):  # else an error
-            self._addresses = list(pservers_now(pservers, self._security))
-        self._worker = Worker(
-            self._addresses,
-            rank=rank,
-            workers=workers,
-            job=job,
-            config=config,
-            recorder=recorder,
-            on_offer=self._offered,
-        )
+        self._worker = self._first_worker(rank, workers)
         self._first = self._worker.first_incarnation
         self._is_candidate = self._worker.candidate
         self._declarations = self._worker.declarations
         self.info = self.state = self.peers = self.joining = self
         self._worker.add_failure_listener(functools.partial(self._failed, self._worker))
+
+    def _first_worker(self, rank: int | None, workers: int | None) -> Worker:
+        """Joins the pservers, or those that the job has meanwhile."""
+        given, end_s = self._addresses, time.monotonic() + self.config.connect_timeout_s
+        addresses = pservers_now(given, self._security)
+        while True:
+            try:
+                worker = Worker(
+                    addresses,
+                    rank=rank,
+                    workers=workers,
+                    job=self._job,
+                    config=self.config,
+                    recorder=self._recorder,
+                    on_offer=self._offered,
+                )
+            except (ConnectError, PserverLostError):
+                before, addresses = addresses, pservers_now(given, self._security)
+                if addresses == before or time.monotonic() > end_s:
+                    raise
+            else:
+                self._addresses = [*given, *(each for each in addresses if each not in given)]
+                return worker
 
     # What it knows itself
 

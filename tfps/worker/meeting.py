@@ -74,7 +74,7 @@ def _ask_all(
         thread.start()
     for thread in threads:
         thread.join()
-    return {address: found[address] for address in addresses}
+    return found
 
 
 def pservers_now(addresses: Sequence[str], security: Security) -> Sequence[str]:
