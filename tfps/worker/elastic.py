@@ -27,7 +27,6 @@ import numpy as np
 from tfps.config import Config, Security
 from tfps.errors import (
     ClosedError,
-    ConfigError,
     ConnectError,
     InterruptError,
     PserverLostError,
