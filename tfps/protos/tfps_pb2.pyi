@@ -402,13 +402,14 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class RegroupReply(_message.Message):
-    __slots__ = ["busy", "declarations", "expected", "failure", "generation", "known", "pservers", "ranks", "reason", "results", "steps", "workers"]
+    __slots__ = ["busy", "declarations", "expected", "failure", "generation", "known", "moving", "pservers", "ranks", "reason", "results", "steps", "workers"]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
     PSERVERS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -421,13 +422,14 @@ class RegroupReply(_message.Message):
     failure: Failure
     generation: int
     known: bool
+    moving: bool
     pservers: _containers.RepeatedScalarFieldContainer[str]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     reason: str
     results: _containers.RepeatedCompositeFieldContainer[Result]
     steps: _containers.RepeatedScalarFieldContainer[int]
     workers: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegroupRequest(_message.Message):
     __slots__ = ["asks", "incarnation", "rank", "report", "timeout_s"]

@@ -105,15 +105,18 @@ class Meetings:
     def wait_resumed(self, timeout_s: float) -> None:
         """Waits while workers meet that go on with their job: no other may have this pserver meanwhile."""
 
-        def is_over() -> bool:
-            now_s = time.monotonic()
-            return all(
+        with self._changed:
+            self._changed.wait_for(lambda: not self.under_way, min(timeout_s, 2 * _GRACE_S))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether workers meet, or have met and have not begun anew."""
+        now_s = time.monotonic()
+        with self._changed:
+            return not all(
                 meeting.resumed or isinstance(meeting.outcome, TfpsError) or now_s - meeting.began_s > 2 * _GRACE_S
                 for meeting in self._meetings.values()
             )
-
-        with self._changed:
-            self._changed.wait_for(is_over, min(timeout_s, 2 * _GRACE_S))
 
     def _conclude(self, meeting: _Meeting, waited: bool) -> None:
         try:

@@ -211,10 +211,12 @@ class ParameterServer:
             **{name: getattr(request, name) for name in _OF_APPLICANT},
             resumed=_resumed(request),
         )
-        self._wait_for_end(context, applicant)
+        waited = self._wait_for_end(context, applicant)
         with self._lock:
             if self.stopped:
                 raise ConnectError("the pserver is stopping")
+            if applicant.resumed is None and self._job is not waited and self._job.moving is not None:
+                raise PserverLostError(f"the job on pserver {self.address} is about to go on with other pservers")
             if self._job.abandoned:
                 self._job.fail(WorkerLostError("all workers died before they had opened their streams"))
             if self._job.over:
@@ -243,7 +245,13 @@ class ParameterServer:
         if request.asks:
             known, busy = own or self._meetings.knows(request.incarnation), job.under_way and not own
             workers, addresses = self.workers, job.addresses
-            return pb.RegroupReply(known=known, busy=busy or stopped, workers=workers, pservers=addresses)
+            return pb.RegroupReply(
+                known=known,
+                busy=busy or stopped,
+                workers=workers,
+                pservers=addresses,
+                moving=not stopped and (job.moving is not None or self._meetings.under_way),
+            )
         if stopped:
             raise PserverLostError(f"pserver {self.address} is stopping")
         if own:
@@ -284,8 +292,11 @@ class ParameterServer:
         job.offer(request.address)
         return pb.OfferReply()
 
-    def _wait_for_end(self, context: grpc.ServicerContext, applicant: Applicant) -> None:
-        """Waits, while a job ends, or for the place of a worker that seems to be lost, for as long as a Join may."""
+    def _wait_for_end(self, context: grpc.ServicerContext, applicant: Applicant) -> Job | None:
+        """Waits, while a job ends, or for the place of a worker that seems to be lost, for as long as a Join may.
+
+        Returns a job that its workers have not gone on with in time.
+        """
         if not self._joining.acquire(blocking=False):
             raise ConnectError("too many workers wait for the end of this pserver's job")
         try:
@@ -294,14 +305,17 @@ class ParameterServer:
             if applicant.resumed is not None:
                 job.end_before(applicant.resumed)
             limit_s = min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S)
+            waited = None
             if applicant.resumed is None:
                 if (moving := job.moving) is not None:
                     self._meetings.expect(job.first_incarnation, moving)
+                    waited = job
                 self._meetings.wait_resumed(limit_s)
                 with self._lock:
                     job = self._job
             job.wait_over(limit_s)
             job.wait_for_place(applicant, limit_s)
+            return waited
         finally:
             self._joining.release()
 

@@ -137,10 +137,12 @@ class ElasticWorker(CurrentWorker):
                     recorder=self._recorder,
                     on_offer=self._offered,
                 )
-            except (ConnectError, PserverLostError):
+            except (ClosedError, ConnectError, PserverLostError) as error:
                 before, addresses = addresses, pservers_now(given, self._security)
-                if addresses == before or time.monotonic() > end_s:
+                moves = addresses != before or not isinstance(error, ConnectError)
+                if not moves or time.monotonic() > end_s:
                     raise
+                time.sleep(_PAUSE_S)
             else:
                 self._addresses = [*given, *(each for each in addresses if each not in given)]
                 return worker

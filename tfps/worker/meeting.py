@@ -10,7 +10,9 @@ import enum
 import logging
 import socket
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from tfps.config import Security
 from tfps.errors import PserverLostError, TfpsError
@@ -21,6 +23,7 @@ from tfps.wire.reach import split
 logger = logging.getLogger("tfps")
 _DIAL_S, _ASK_S = 2.0, 3.0
 _MEET_S, _MARGIN_S = 30.0, 5.0
+_MOVES_S, _PAUSE_S = 20.0, 0.3
 
 
 class _Answer(enum.Enum):
@@ -40,30 +43,36 @@ def _pserver(address: str, security: Security, uid: str) -> Iterator[Pserver]:
         pserver.close()
 
 
-def _ask(
-    address: str, security: Security, uid: str, request: pb.RegroupRequest, workers: int
-) -> tuple[_Answer, Sequence[str]]:
-    """What is at `address`, and the pservers of the job that is under way there, if it was resumed."""
+class _Found(NamedTuple):
+    """What is at an address."""
+
+    answer: _Answer
+    pservers: Sequence[str] = ()  # of the job that is under way there, if it was resumed
+    moving: bool = False  # the workers of the job are about to go on with other pservers
+
+
+def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest, workers: int) -> _Found:
     try:
         socket.create_connection(split(address), _DIAL_S).close()
     except ConnectionRefusedError:
-        return _Answer.REFUSED, ()
+        return _Found(_Answer.REFUSED)
     except OSError:
-        return _Answer.SILENT, ()
+        return _Found(_Answer.SILENT)
     with _pserver(address, security, uid) as pserver:
         try:
             reply = pserver.call("Regroup", request, _ASK_S)
         except TfpsError:
-            return _Answer.SILENT, ()
+            return _Found(_Answer.SILENT)
+    answer = _Answer.KNOWS if reply.known else _Answer.IDLE
     if reply.busy or workers not in (0, reply.workers):
-        return _Answer.REFUSED, list(reply.pservers)
-    return _Answer.KNOWS if reply.known else _Answer.IDLE, list(reply.pservers)
+        answer = _Answer.REFUSED
+    return _Found(answer, list(reply.pservers), reply.moving)
 
 
 def _ask_all(
     addresses: Sequence[str], security: Security, uid: str = "", incarnation: str = "", workers: int = 0
-) -> dict[str, tuple[_Answer, Sequence[str]]]:
-    found: dict[str, tuple[_Answer, Sequence[str]]] = {}
+) -> dict[str, _Found]:
+    found: dict[str, _Found] = {}
     request = pb.RegroupRequest(incarnation=incarnation, asks=True)
 
     def ask(address: str) -> None:
@@ -78,11 +87,16 @@ def _ask_all(
 
 
 def pservers_now(addresses: Sequence[str], security: Security) -> Sequence[str]:
-    """The pservers of a job under way at `addresses` that has others now; `addresses` if there is none."""
-    for _, pservers in _ask_all(addresses, security).values():
-        if pservers:
-            return pservers
-    return addresses
+    """The pservers of a job under way at `addresses` that has others now; `addresses` if there is none.
+
+    Waits while the job is about to go on with others.
+    """
+    end_s = time.monotonic() + _MOVES_S
+    while True:
+        found = _ask_all(addresses, security).values()
+        if all(not each.moving for each in found) or time.monotonic() > end_s:
+            return next((each.pservers for each in found if each.pservers), addresses)
+        time.sleep(_PAUSE_S)
 
 
 def meet(
@@ -102,7 +116,7 @@ def meet(
     PserverLostError, WaitTimeoutError: not now, maybe later. Other TfpsErrors: this worker cannot go on.
     """
     asked = _ask_all([each for each in addresses if each not in silent], security, uid, incarnation, workers)
-    answers = {address: asked[address][0] if address in asked else _Answer.SILENT for address in addresses}
+    answers = {address: asked[address].answer if address in asked else _Answer.SILENT for address in addresses}
 
     def those(*kinds: _Answer) -> list[str]:
         return [address for kind in kinds for address in addresses if answers[address] is kind]
