@@ -176,11 +176,12 @@ class GetRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., slice: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ["candidate", "data_port", "failure", "first_incarnation", "incarnation", "present", "protocol_version", "rank", "shared_memory", "workers"]
+    __slots__ = ["candidate", "data_port", "failure", "first_incarnation", "generation", "incarnation", "present", "protocol_version", "rank", "shared_memory", "workers"]
     CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     FIRST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -191,13 +192,14 @@ class JoinReply(_message.Message):
     data_port: int
     failure: Failure
     first_incarnation: str
+    generation: int
     incarnation: str
     present: _containers.RepeatedScalarFieldContainer[int]
     protocol_version: int
     rank: int
     shared_memory: bool
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ..., candidate: bool = ..., present: _Optional[_Iterable[int]] = ..., first_incarnation: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ..., candidate: bool = ..., present: _Optional[_Iterable[int]] = ..., first_incarnation: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ["host", "incarnation", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "resumed", "settings", "uid", "workers"]

@@ -56,6 +56,7 @@ class Joined(NamedTuple):
     shared_memory: bool
     candidate: bool
     present: Sequence[int]
+    generation: int
 
 
 class Elastic(abc.ABC):

@@ -174,7 +174,8 @@ class Job(Elastic):
             candidate = self.begun and member.rank not in self._membership.view.ranks
             if candidate:
                 self._log(f"has a candidate: {member} may take part at the next step boundary")
-            return Joined(member.rank, member.rank in self._memory, candidate, self._membership.view.ranks)
+            view = self._membership.view
+            return Joined(member.rank, member.rank in self._memory, candidate, view.ranks, view.generation)
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""

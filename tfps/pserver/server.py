@@ -232,6 +232,7 @@ class ParameterServer:
                 shared_memory=joined.shared_memory,
                 candidate=joined.candidate,
                 present=joined.present,
+                generation=joined.generation,
                 workers=self.workers,
                 incarnation=self._job.incarnation,
                 first_incarnation=self._job.first_incarnation,

@@ -108,7 +108,8 @@ class PserverClient:
             if resumed is not None:
                 view = dataclasses.replace(view, generation=resumed.generation, ranks=resumed.ranks)
             elif reply.candidate:  # as if it took part already
-                view = dataclasses.replace(view, ranks=tuple(sorted({*reply.present, reply.rank})))
+                ranks = tuple(sorted({*reply.present, reply.rank}))
+                view = dataclasses.replace(view, generation=reply.generation, ranks=ranks)
             self.membership = Membership(reply.rank, view, reply.incarnation)
             yield reply
 
