@@ -130,6 +130,8 @@ class Plan:
         life, how = self.lives[rank][-1], signal.SIGKILL
         step = epoch * STEPS + draw.randrange(STEPS - 2 * (epoch == EPOCHS - 1))  # while the others still train
         point: str = draw.choice(POINTS)
+        if self.moves:  # the others end when pservers have got all: pservers that may end as well
+            point = "before a push"
         hands_over = not self.moves  # the calls are counted by pservers
         if hands_over and rank in joining and draw.random() < 0.3:
             step, point = draw.randrange(2), "in a hand-over"

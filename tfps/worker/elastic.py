@@ -259,7 +259,8 @@ class ElasticWorker(CurrentWorker):
             with self._changed:
                 if self._worker is not worker or self._regrouping:
                     raise PserverLostError("a pserver was lost meanwhile")  # declared again, with the next ones
-                self._declarations, self._latest = worker.declarations, (specs, details)
+                if worker.declarations != self._declarations:  # else the job had declared it before this worker came
+                    self._declarations, self._latest = worker.declarations, (specs, details)
                 self._lines += [] if specs else list(details)
                 self._tried += [(specs, details)] if worker.candidate else []
                 self._know(worker)
