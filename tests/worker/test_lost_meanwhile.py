@@ -23,6 +23,7 @@ from tfps.worker.bucket import PushedBucket
 from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
+BEFORE = bucket(4 * ITEMS, name="declared before a newcomer came")
 ONES = np.ones(ITEMS, np.float32)
 
 
@@ -116,15 +117,18 @@ def test_a_newcomer_to_a_job_that_has_moved_is_like_the_others(cluster: Cluster,
     for _ in range(3):  # the view has changed more often than the newcomer sees
         job.workers.pop().close("it ends early")
         job.newcomer(2)
+    job.declare([BEFORE])
     job.workers.pop().close("it ends early")
     job.lose(0)
-    job.newcomer(2)
+    new = job.newcomer(2)
     job.step()
     if then == "a worker leaves":
         job.workers.pop(0).close("it ends early")
     else:
         job.lose(1)
     job.step()
+    assert new.declare([BEFORE]) == [3], "the others have declared it"
+    job.check(job.begin(3))
 
 
 def test_a_second_pserver_is_lost_before_the_workers_have_begun_anew(

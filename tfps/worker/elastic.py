@@ -541,6 +541,7 @@ class ElasticWorker(CurrentWorker):
         found = self._exchange_results(new, results)
         if ahead:
             new.declare(latest, details)  # the others do so now, again
+        new.knows_as(old)
         # Nothing fails from here on.
         answered = []
         for number, last in found.items():

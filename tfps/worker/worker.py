@@ -428,6 +428,10 @@ class Worker(UnderWay):
         if ours.residual is not None and theirs.residual is not None:
             ours.residual[...] = (theirs.before or {}).get(step, theirs.residual)
 
+    def knows_as(self, old: Worker) -> None:
+        """Goes on finding what the job had declared before `old` came to it."""
+        self._joined = old._joined
+
     def repeat(self, bucket: int, giver: int, result: Payload | None, on_reply: OnReply) -> None:
         """Takes a step of `bucket` in which `giver` gives the `result` of a round to those that lack it.
 
