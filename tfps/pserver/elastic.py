@@ -6,16 +6,25 @@ Tested in tests/worker/test_lost_workers.py, tests/worker/test_newcomers.py and 
 from __future__ import annotations
 
 import abc
+import hmac
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tfps.errors import ProtocolError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
+from tfps.errors import (
+    ConnectError,
+    ProtocolError,
+    PserverLostError,
+    TfpsError,
+    UnsupportedError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
-from tfps.membership.members import Applicant, Members, State
+from tfps.membership.members import Applicant, Members, Resumed, State
 from tfps.membership.view import View
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import Shard
@@ -101,6 +110,57 @@ class Elastic(abc.ABC):
     def begun(self) -> bool:
         """Whether all workers have joined: others are candidates."""
         return bool(self._declarations) and self._declarations[0].agreed
+
+    # Other pservers
+
+    @property
+    def first_incarnation(self) -> str:
+        """Of the job when it began, maybe with other pservers."""
+        resumed = self._membership.resumed
+        return self._membership.incarnation if resumed is None else resumed.incarnation
+
+    @property
+    def moving(self) -> int | None:
+        """The generation of a job that has begun and goes on with other pservers; None: it does not."""
+        with self._changed:
+            moves = self.begun and self._shard.config.outlives_pservers
+            lost = moves and isinstance(self._failure, PserverLostError)
+            return self._membership.view.generation if lost else None
+
+    def is_of(self, incarnation: str) -> bool:
+        """Whether `incarnation` is that of this job when it began, maybe with other pservers."""
+        own = self.first_incarnation
+        return bool(own) and hmac.compare_digest(own.encode(), incarnation.encode())
+
+    def end_before(self, resumed: Resumed) -> None:
+        """Ends, if this is the job that goes on as `resumed` with other pservers: not all its workers may know yet."""
+        own = self._membership.resumed
+        if self.is_of(resumed.incarnation) and (own is None or own.generation < resumed.generation):
+            self.fail(PserverLostError(resumed.reason))
+
+    def offer(self, address: str) -> None:
+        """Tells the workers of a pserver that is to take part. UnsupportedError: they cannot go on with others."""
+        with self._changed:
+            self._raise_failure()
+            if not self.begun or self.over:
+                raise ConnectError("no job is under way there: give its workers the address when you start them")
+            if not self._shard.config.outlives_pservers:
+                raise UnsupportedError(
+                    "a pserver can join a job with min_workers, mode='sync' and update='worker' only; its workers have "
+                    f"min_workers={self._shard.config.min_workers}, mode={self._shard.config.mode!r} and "
+                    f"update={self._shard.config.update!r}"
+                )
+            self._log(f"is offered pserver {address}")
+            self._announce(Header(Kind.OFFER), address.encode())
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the pservers of a job under way that goes on with others than it began with; else none."""
+        with self._changed:
+            resumed = self._membership.resumed
+            return () if resumed is None or self.over else resumed.pservers
+
+    # Who is lost, and who joins
 
     def check_present(self, rank: int, uid: str) -> None:
         """Raises WorkerLostError if the others went on without worker `uid` of `rank`, which may not know that."""

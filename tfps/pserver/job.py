@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 import time
@@ -22,7 +21,7 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec, declared
 from tfps.exchange.layout import Layout
-from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, Resumed, State, first_difference
+from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, State, first_difference
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.async_slice import AsyncSlice
@@ -75,53 +74,6 @@ class Job(Elastic):
         """Whether it has failed or all its members have left."""
         with self._changed:
             return self._failure is not None or self._membership.over
-
-    @property
-    def first_incarnation(self) -> str:
-        """Of the job when it began, maybe with other pservers."""
-        resumed = self._membership.resumed
-        return self.incarnation if resumed is None else resumed.incarnation
-
-    @property
-    def moving(self) -> int | None:
-        """The generation of a job that has begun and goes on with other pservers; None: it does not."""
-        with self._changed:
-            moves = self.begun and self._shard.config.outlives_pservers
-            lost = moves and isinstance(self._failure, PserverLostError)
-            return self._membership.view.generation if lost else None
-
-    def is_of(self, incarnation: str) -> bool:
-        """Whether `incarnation` is that of this job when it began, maybe with other pservers."""
-        own = self.first_incarnation
-        return bool(own) and hmac.compare_digest(own.encode(), incarnation.encode())
-
-    def end_before(self, resumed: Resumed) -> None:
-        """Ends, if this is the job that goes on as `resumed` with other pservers: not all its workers may know yet."""
-        own = self._membership.resumed
-        if self.is_of(resumed.incarnation) and (own is None or own.generation < resumed.generation):
-            self.fail(PserverLostError(resumed.reason))
-
-    def offer(self, address: str) -> None:
-        """Tells the workers of a pserver that is to take part. UnsupportedError: they cannot go on with others."""
-        with self._changed:
-            self._raise_failure()
-            if not self.begun or self.over:
-                raise ConnectError("no job is under way there: give its workers the address when you start them")
-            if not self._shard.config.outlives_pservers:
-                raise UnsupportedError(
-                    "a pserver can join a job with min_workers, mode='sync' and update='worker' only; its workers have "
-                    f"min_workers={self._shard.config.min_workers}, mode={self._shard.config.mode!r} and "
-                    f"update={self._shard.config.update!r}"
-                )
-            self._log(f"is offered pserver {address}")
-            self._announce(Header(Kind.OFFER), address.encode())
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """Of the pservers of a job under way that goes on with others than it began with; else none."""
-        with self._changed:
-            resumed = self._membership.resumed
-            return () if resumed is None or self.over else resumed.pservers
 
     @property
     def under_way(self) -> bool:
