@@ -96,6 +96,3 @@ class CurrentWorker:
     @property
     def candidate(self) -> bool:
         return self._worker.candidate
-
-    def lines(self) -> Sequence[str]:
-        return self._worker.lines()

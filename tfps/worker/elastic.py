@@ -200,6 +200,9 @@ class ElasticWorker(CurrentWorker):
 
         return self._call(take_part)
 
+    def lines(self) -> Sequence[str]:
+        return self._call(lambda worker: worker.lines())
+
     def candidates(self, training: int) -> list[int]:
         return self._call(lambda worker: worker.candidates(training))
 
