@@ -114,7 +114,6 @@ CASES: dict[str, tuple[str, dict[int, list[Argument]], dict[str, str]]] = {
 SOME = (  # in the quick suite
     "the coordinator, between two slices",
     "two at once",
-    "another one joins",
     "the only one comes back",
 )
 
