@@ -12,15 +12,17 @@ import pytest
 from jobs import Cluster, Pending, bucket, poll, push, summed, together
 
 from tfps.config import Config
+from tfps.errors import PserverLostError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.server import ParameterServer
 from tfps.trace.recorder import Recorder
-from tfps.types import Array
+from tfps.types import Argument, Array
 from tfps.wire.frames import Header
 from tfps.wire.shared_memory import Place
 from tfps.worker.bucket import Incoming, PushedBucket
 from tfps.worker.elastic import ElasticWorker
+from tfps.worker.worker import Worker
 
 CONFIG = dataclasses.replace(jobs.CONFIG, min_workers=1, deterministic=True, rejoin_timeout_s=jobs.DEADLINE_S)
 ITEMS = 1024
@@ -125,3 +127,18 @@ def deafening(monkeypatch: pytest.MonkeyPatch) -> Deaf:
 
     monkeypatch.setattr(Incoming, "data", data)
     return lambda worker: deaf.append(worker._worker._buckets)
+
+
+def lose_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last pserver's answer to the next declaration reaches rank 0 alone."""
+    declare = Worker.declare
+
+    def lose_it(worker: Worker, *arguments: Argument) -> list[int]:
+        ids = declare(worker, *arguments)
+        if worker.rank:
+            monkeypatch.setattr(Worker, "declare", declare)
+            worker.fail(PserverLostError("its answer did not come"))
+            raise PserverLostError("its answer did not come")
+        return ids
+
+    monkeypatch.setattr(Worker, "declare", lose_it)

@@ -10,9 +10,9 @@ import jobs
 import numpy as np
 import pytest
 from jobs import Cluster, Pending, attempt, bucket, poll, push, summed
-from moving import CONFIG, GRADIENT, ITEMS, TOTAL, Job, deafening
+from moving import CONFIG, GRADIENT, ITEMS, TOTAL, Job, deafening, lose_an_answer
 
-from tfps.errors import MismatchError, PserverLostError
+from tfps.errors import MismatchError
 from tfps.exchange.interface import Payload
 from tfps.pserver import regrouping
 from tfps.pserver.server import ParameterServer
@@ -173,17 +173,8 @@ def test_a_worker_dies_after_all_have_met(cluster: Cluster, monkeypatch: pytest.
 def test_a_declaration_of_details_that_only_some_have_made_is_made_by_all(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, declare = Job(cluster), Worker.declare
-
-    def lose_it(worker: Worker, *arguments: Argument) -> list[int]:
-        ids = declare(worker, *arguments)
-        if worker.rank:
-            monkeypatch.setattr(Worker, "declare", declare)
-            worker.fail(PserverLostError("its answer did not come"))
-            raise PserverLostError("its answer did not come")
-        return ids
-
-    monkeypatch.setattr(Worker, "declare", lose_it)
+    job = Job(cluster)
+    lose_an_answer(monkeypatch)
     job.declare([], ["a detail"])
     job.step()
     job.lose(0)

@@ -9,7 +9,7 @@ import jobs
 import numpy as np
 import pytest
 from jobs import Cluster, Failed, bucket, poll, push, summed
-from moving import CONFIG, GRADIENT, ITEMS, SPECS, TOTAL, WORDS, Job, deafening
+from moving import CONFIG, GRADIENT, ITEMS, SPECS, TOTAL, WORDS, Job, deafening, lose_an_answer
 
 from tfps.config import Security
 from tfps.errors import (
@@ -23,9 +23,7 @@ from tfps.errors import (
 from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
-from tfps.types import Argument
 from tfps.worker.elastic import ElasticWorker
-from tfps.worker.worker import Worker
 
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1], [1, 2]])
@@ -80,18 +78,8 @@ def test_a_declaration_that_only_some_have_made_is_made_by_all(
 ) -> None:
     """The last pserver's answer does not reach two of the workers."""
     job = Job(cluster)
-    declare, more = Worker.declare, [bucket(4 * ITEMS, name="more")]
-
-    def lose_it(worker: Worker, *arguments: Argument) -> list[int]:
-        ids = declare(worker, *arguments)
-        if worker.rank:
-            monkeypatch.setattr(Worker, "declare", declare)
-            worker.fail(PserverLostError("its answer did not come"))
-            raise PserverLostError("its answer did not come")
-        return ids
-
-    monkeypatch.setattr(Worker, "declare", lose_it)
-    job.declare(more, ["a detail"])
+    lose_an_answer(monkeypatch)
+    job.declare([bucket(4 * ITEMS, name="more")], ["a detail"])
     job.check(job.begin(3))
     job.step()
     job.declare([], ["another"])

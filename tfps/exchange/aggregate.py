@@ -185,12 +185,16 @@ class GatherRound(Round):
 
     def finish(self) -> memoryview:
         """The bytes of the completed step's result."""
-        parts = [self._pieces[rank] for rank in sorted(self.arrived)]
-        sizes = struct.pack(f"<{len(parts)}Q", *(sum(map(len, pieces)) for pieces in parts))
-        result = b"".join([sizes, *(piece for pieces in parts for piece in pieces)])
+        result = join_gathered([self._pieces[rank] for rank in sorted(self.arrived)])
         self._pieces, self._kept_bytes = {}, 0
         self._advance()
         return memoryview(result)
+
+
+def join_gathered(parts: Sequence[Sequence[Buffer]]) -> bytes:
+    """The result of a gather: the payloads' sizes, and the payloads in rank order, each given in pieces (bytes)."""
+    sizes = struct.pack(f"<{len(parts)}Q", *(sum(map(len, pieces)) for pieces in parts))
+    return b"".join([sizes, *(piece for pieces in parts for piece in pieces)])
 
 
 def split_gathered(result: memoryview, ranks: Sequence[int]) -> dict[int, Buffer]:

@@ -323,17 +323,20 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     pserver_restarts = [plan.restart] * len(pservers)
     waiting_pservers: list[int] = []
 
+    def note_lost(process: Process, then: str) -> None:
+        end = f"{process.command.title} {process.describe_end()}{explain(process)}; {then}"
+        print(f"tfps_launch: {end}", file=sys.stderr, flush=True)
+        lost.append(process)
+
     def lose(process: Process) -> None:
         """Starts a worker again, if it may be and the others have not ended; else the others go on without it."""
         rank, going = workers.index(process), sum(not each.ended for each in workers)
         again = restarts[rank] > 0 and not any(worker.code == 0 for worker in workers)
         then = f"it starts again (restarts left: {restarts[rank] - 1})" if again else f"{going} workers go on"
-        end = f"{process.command.title} {process.describe_end()}{explain(process)}; {then}"
-        print(f"tfps_launch: {end}", file=sys.stderr, flush=True)
         if again:
             restarts[rank] -= 1
             waiting.append(rank)
-        lost.append(process)
+        note_lost(process, then)
 
     def lose_pserver(process: Process) -> bool:
         """Starts a pserver again, if it may be; else workers go on with the others. False: there is none."""
@@ -345,9 +348,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
             pserver_restarts[index] -= 1
             then = f"it starts again (restarts left: {pserver_restarts[index]})"
             waiting_pservers.append(index)
-        end = f"{process.command.title} {process.describe_end()}{explain(process)}; {then}"
-        print(f"tfps_launch: {end}", file=sys.stderr, flush=True)
-        lost.append(process)
+        note_lost(process, then)
         return True
 
     def is_over() -> bool:

@@ -243,8 +243,9 @@ class ParameterServer:
         with self._lock:
             job, stopped = self._job, self.stopped
         own = job.is_of(request.incarnation)
+        known = own or self._meetings.knows(request.incarnation)
         if request.asks:
-            known, busy = own or self._meetings.knows(request.incarnation), job.under_way and not own
+            busy = job.under_way and not own
             workers, addresses = self.workers, job.addresses
             return pb.RegroupReply(
                 known=known,
@@ -257,7 +258,6 @@ class ParameterServer:
             raise PserverLostError(f"pserver {self.address} is stopping")
         if own:
             job.check_present(request.rank, _uid(context))
-        knows = own or self._meetings.knows(request.incarnation)
 
         def begin() -> None:
             if own:  # its other workers come, too
@@ -265,7 +265,7 @@ class ParameterServer:
             elif job.under_way:
                 raise PserverLostError(f"pserver {self.address} has another job")
 
-        outcome = self._meetings.meet(request, knows, _bounded(request.timeout_s), begin)
+        outcome = self._meetings.meet(request, known, _bounded(request.timeout_s), begin)
         return pb.RegroupReply(
             known=True,
             generation=outcome.generation,

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import struct
 import threading
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from tfps.errors import (
     TfpsError,
     WaitTimeoutError,
 )
-from tfps.exchange.aggregate import split_gathered
+from tfps.exchange.aggregate import join_gathered, split_gathered
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
     BucketSpec,
@@ -48,7 +47,7 @@ from tfps.exchange.interface import (
 from tfps.membership.members import Resumed
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
-from tfps.types import Buffer
+from tfps.types import Argument, Buffer, Options
 from tfps.worker.current import CurrentWorker
 from tfps.worker.meeting import meet, pservers_now
 from tfps.worker.worker import Worker
@@ -128,15 +127,7 @@ class ElasticWorker(CurrentWorker):
         addresses = pservers_now(given, self._security)
         while True:
             try:
-                worker = Worker(
-                    addresses,
-                    rank=rank,
-                    workers=workers,
-                    job=self._job,
-                    config=self.config,
-                    recorder=self._recorder,
-                    on_offer=self._offered,
-                )
+                worker = self._new_worker(addresses, rank=rank, workers=workers)
             except (ClosedError, ConnectError, PserverLostError) as error:
                 before, addresses = addresses, pservers_now(given, self._security)
                 moves = addresses != before or not isinstance(error, ConnectError)
@@ -144,8 +135,16 @@ class ElasticWorker(CurrentWorker):
                     raise
                 time.sleep(_PAUSE_S)
             else:
-                self._addresses = [*given, *(each for each in addresses if each not in given)]
+                self._add_addresses(addresses)
                 return worker
+
+    def _new_worker(self, addresses: Sequence[str], **more: Argument) -> Worker:
+        about: Options = {"job": self._job, "config": self.config, "recorder": self._recorder}
+        return Worker(addresses, **{**about, "on_offer": self._offered, **more})
+
+    def _add_addresses(self, addresses: Sequence[str]) -> None:
+        with self._changed:
+            self._addresses = list(dict.fromkeys([*self._addresses, *addresses]))
 
     # What it knows itself
 
@@ -334,8 +333,8 @@ class ElasticWorker(CurrentWorker):
         """Goes on with the pserver at `address`, too. On a thread of its own, as it tells the others."""
 
         def take() -> None:
+            self._add_addresses([address])
             with self._changed:
-                self._addresses += [] if address in self._addresses else [address]
                 self._changed.wait_for(lambda: not self._regrouping, _MOST_CONNECT_S)
                 worker = self._worker
             if not (worker.candidate or address in worker.addresses):
@@ -462,8 +461,7 @@ class ElasticWorker(CurrentWorker):
                     self._addresses, self._security, old.uid, self._first, self.rank, workers, report, not_asked
                 )
                 generation = reply.generation
-                with self._changed:
-                    self._addresses += [each for each in reply.pservers if each not in self._addresses]
+                self._add_addresses(reply.pservers)
                 new = self._worker_with(reply, old.uid)
                 with self._trying(new):
                     answered = self._restore(new, old, reply)
@@ -481,14 +479,7 @@ class ElasticWorker(CurrentWorker):
         logger.warning("tfps: %s; this worker asks again to join the job", reason)
         for failed in self._attempts(reason):
             try:
-                new = Worker(
-                    pservers_now(self._addresses, self._security),
-                    rank=self.rank,
-                    job=self._job,
-                    config=self.config,
-                    recorder=self._recorder,
-                    on_offer=self._offered,
-                )
+                new = self._new_worker(pservers_now(self._addresses, self._security), rank=self.rank)
                 with self._trying(new):
                     if new.newcomer is None:
                         raise ConnectError("the job is not under way any more")
@@ -520,15 +511,12 @@ class ElasticWorker(CurrentWorker):
 
     def _worker_with(self, reply: pb.RegroupReply, uid: str) -> Worker:
         connect_s = min(self.config.connect_timeout_s, _MOST_CONNECT_S)
-        return Worker(
+        return self._new_worker(
             list(reply.pservers),
             rank=self.rank,
-            job=self._job,
             config=dataclasses.replace(self.config, connect_timeout_s=connect_s),
-            recorder=self._recorder,
             losses=self._worker.losses,
             uid=uid,
-            on_offer=self._offered,
             resumed=Resumed(self._first, reply.generation, tuple(reply.ranks), tuple(reply.pservers), reply.reason),
         )
 
@@ -601,8 +589,7 @@ def _packed(reply: Reply) -> Buffer:
     """What a rank gives to those that lack this reply."""
     if reply.parts is None:
         return reply.sum
-    parts = [memoryview(reply.parts[rank]).cast("B") for rank in sorted(reply.parts)]
-    return b"".join([struct.pack(f"<{len(parts)}Q", *map(len, parts)), *parts])
+    return join_gathered([[memoryview(reply.parts[rank]).cast("B")] for rank in sorted(reply.parts)])
 
 
 def _unpacked(reply: Reply, result: pb.Result) -> Reply:
