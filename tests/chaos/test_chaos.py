@@ -356,7 +356,8 @@ def test_a_storm_leaves_what_plain_keras_trains_without_the_lost_rows(seed: int)
     assert happened["lost"], "nobody was lost: the plan is none"
 
 
-@pytest.mark.parametrize("when", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("when", [0, 1])
 def test_who_hands_over_the_training_dies_and_another_one_that_has_it_goes_on(when: int) -> None:
     """The next rank has just come, and has nothing to give."""
     plan = Plan(0, "arrays adam", {}, due={0: [1]}, at_the_end=[1, 2])

@@ -60,6 +60,8 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
     more: dict[str, Argument] = {"epochs": EPOCHS, "verbose": 0, "callbacks": [fault] if fault else []}
     if "joined" in kind:
         more["callbacks"].append(WaitsForNewcomer(strategy))
+    if "assigned" in kind:
+        more["callbacks"].append(keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: assign_again(model)))
     if "shuffled" in kind:  # what these find decides how training goes on
         more["callbacks"].append(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0))
         stopping = keras.callbacks.EarlyStopping("accuracy", patience=100, mode="min", restore_best_weights=True)
@@ -94,6 +96,12 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
     else:
         history = model.fit(x, y, batch_size=BATCH, shuffle="shuffled" in kind, **more).history
         (folder / f"history{cast(Worker, strategy._runtime.exchange).rank}.json").write_text(json.dumps(history))
+
+
+def assign_again(model: Model) -> None:
+    """Assigns what variables and slots have already, between the last step of an epoch and the next."""
+    for variable in (*model.trainable_variables, *model.optimizer.variables[2:]):
+        variable.assign(variable.numpy())
 
 
 class WaitsForNewcomer(keras.callbacks.Callback):

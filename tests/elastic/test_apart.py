@@ -38,7 +38,10 @@ def survivors(
     return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("*.pickle"))]
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"local, after its part": pytest.mark.long}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=LONG.get(case, ())) for case in CASES])
 def test_the_change_is_the_mean_over_those_who_push(cluster: Cluster, tmp_path: Path, case: str) -> None:
     settings, fault, first_without = CASES[case]
     counts = ",".join([str(STEPS)] * 3)

@@ -23,6 +23,7 @@ def test_a_hundred_variables_do_not_deadlock_pools_of_one_thread(pservers: list[
     assert "ended" in output
 
 
+@pytest.mark.long  # test_rows.py has two devices, too
 def test_two_local_devices_end_as_one_with_the_same_global_batch(pservers: list[str]) -> None:
     (output,) = processes.outputs([processes.start("devices.py", *pservers, environment={})])
     assert output.count("devices agree") == (3 if pservers else 11)

@@ -182,6 +182,7 @@ def test_accumulated_gradients_are_sent_when_they_are_applied_only(quick: Result
         assert result["accumulation"]["own pushes"] == 4  # 12 steps, every third is applied
 
 
+@pytest.mark.long
 def test_accumulated_gradients_of_many_buckets_are_sent(tmp_path: Path) -> None:
     """A gate that closes before an accumulator behind it has been read would never open."""
     small = {"TFPS_SLICE_BYTES": "64", "TFPS_WINDOW_BYTES": "4096"}

@@ -90,6 +90,7 @@ def test_a_worker_that_is_late_all_the_time_has_its_part_at_the_end(
         assert difference(ranks[0]["end"], by_hand(ranks[0]["initial"], settings, ABSENT)) < 1e-5
 
 
+@pytest.mark.long
 def test_fragments_and_steps_in_between(cluster: Cluster, tmp_path: Path) -> None:
     ranks = trained(cluster, tmp_path, Settings(fragments=2, overlap_steps=1, compression="int8"))
     for rank in ranks:

@@ -46,10 +46,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     return dict(np.load(out))
 
 
-@pytest.mark.parametrize(
-    ("workers", "devices"),
-    [pytest.param(1, 1, marks=pytest.mark.long), (2, 2), pytest.param(3, 1, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("workers", "devices"), [(1, 1), (2, 2), (3, 1)])
 def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
     workers: int, devices: int, alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:

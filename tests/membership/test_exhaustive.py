@@ -444,7 +444,10 @@ PROGRAMS: dict[str, list[Group]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+LONG = {"two gradients": pytest.mark.long}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in PROGRAMS])
 def test_in_every_order_of_messages_and_one_fault_the_others_agree(name: str) -> None:
     search = Search(PROGRAMS[name])
     states = search.run()

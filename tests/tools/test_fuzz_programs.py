@@ -208,7 +208,7 @@ def train_slowly(text: str, rank: int) -> str:
     ("change", "kind"),
     [
         (add_to_a_weight, "ranks differ in weights"),
-        (keep_own_logs, "history"),
+        pytest.param(keep_own_logs, "history", marks=pytest.mark.long),
     ],
 )
 def test_a_planted_fault_is_found(change: Callable[[str, int], str], kind: str, pool: Pool) -> None:
@@ -230,6 +230,7 @@ EXPLODES = Case(
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_program_that_amplifies_rounding_is_judged_by_how_much_and_a_fault_in_it_is_found(pool: Pool) -> None:
     fine, wrong = runner.run(EXPLODES, pool), runner.run(EXPLODES, pool, train_slowly)

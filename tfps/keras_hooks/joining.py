@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
@@ -25,6 +25,8 @@ from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks import random_numbers
 from tfps.keras_hooks.hooks import for_callbacks, replaces
 from tfps.keras_hooks.keras_private import begin_at, distributed_dataset, repeats
+from tfps.keras_hooks.variables import RemoteVariable
+from tfps.runtime.remote import RemoteParameter, RemoteSlot
 from tfps.types import Array, Batches, Callback, Function, Json, Model, Variable
 
 logger = logging.getLogger("tfps")
@@ -175,9 +177,10 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
     """Gives those who join the state of the others, before `batch` of the epoch; all ranks call it."""
     extended, model = strategy.extended, callbacks.model
     runtime, lockstep, dataset = extended.runtime, extended.staging.lockstep, distributed_dataset(extended.epochs)
-    variables = _state(model)
+    variables, remote = _state(model)
     texts = [f"{variable.name} {variable.shape} {variable.dtype.name}" for variable in variables]
     found, arrays = _found(callbacks.callbacks)
+    places = [each.place(arrays, f"remote/{number}") for number, each in enumerate(remote)]
     own = {
         "epoch": extended.epoch,
         "batch": batch,
@@ -188,6 +191,7 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
         "opened": getattr(dataset, "opened", 0),
         "shuffles": random_numbers.shuffles(extended.epochs),
         "callbacks": found,
+        "remote": places,
     }
     said = json.loads(Broadcast(runtime, "position in the training")(lambda: json.dumps(own).encode()))
     if joins and said["variables"] != texts:
@@ -198,6 +202,10 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
         )
     packed = Broadcast(runtime, "arrays of callbacks")(lambda: _packed(arrays))
     extended.take_from_first_rank(variables)
+    # Nothing has been assigned: pservers have all values still, or more than workers.
+    kept = _unpacked(packed) if joins else arrays
+    for number, (each, place) in enumerate(zip(remote, said["remote"] if joins else places, strict=True)):
+        each.move(place, kept, f"remote/{number}")
     extended.staging.take_firsts()  # one who joins has read others, and one who was alone compared none
     if joins:
         on = int(said["taken"] > 0)  # an iterator goes on, which is counted among these
@@ -205,17 +213,23 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
         dataset.open_until(said["opened"] - on, skipping=said["taken"])
         random_numbers.set_shuffles(extended.epochs, said["shuffles"] - on)
         extended.skipped_steps = said["batch"]
-        _set_found(callbacks.callbacks, said["callbacks"], packed)
+        _set_found(callbacks.callbacks, said["callbacks"], kept)
         extended.positioned = True
         begin_at(model, said["epoch"])
         logger.info("tfps: this worker goes on with step %d of epoch %d", said["batch"] + 1, said["epoch"] + 1)
 
 
-def _state(model: Model) -> list[Variable]:
-    """The variables whose values go to those who join: not metrics, which begin anew with the epoch."""
+def _state(model: Model) -> tuple[list[Variable], list[RemoteParameter | RemoteSlot]]:
+    """The variables whose values go to those who join, and what pservers have.
+
+    No metrics, which begin anew with the epoch.
+    """
     metrics = {id(variable) for variable in model.metrics_variables}
     found = [each for each in (*model.variables, *model.optimizer.variables) if id(each) not in metrics]
-    return list({id(each.value): each.value for each in found}.values())
+    own = list({id(each.value): each.value for each in found if not isinstance(each, RemoteVariable)}.values())
+    remote = [each.remote for each in own if getattr(each, "remote", None) is not None]
+    slots = {id(each): each.slot for each in found if isinstance(each, RemoteVariable)}
+    return own, [*remote, *slots.values()]
 
 
 def _found(callbacks: Sequence[Callback]) -> tuple[list[Json], dict[str, Array]]:
@@ -235,16 +249,20 @@ def _found(callbacks: Sequence[Callback]) -> tuple[list[Json], dict[str, Array]]
     return json.loads(json.dumps(found, default=float)), arrays
 
 
-def _set_found(callbacks: Sequence[Callback], found: Sequence[Json], packed: bytes) -> None:
-    with np.load(io.BytesIO(packed)) as arrays:
-        for place, (callback, values) in enumerate(zip(callbacks, found, strict=False)):
-            for name, value in values.items():
-                if name == "best_weights" and value is not None:
-                    value = [arrays[f"{place}/{name}/{number}"] for number in range(value)]
-                setattr(callback, name, value)
+def _set_found(callbacks: Sequence[Callback], found: Sequence[Json], arrays: Mapping[str, Array]) -> None:
+    for place, (callback, values) in enumerate(zip(callbacks, found, strict=False)):
+        for name, value in values.items():
+            if name == "best_weights" and value is not None:
+                value = [arrays[f"{place}/{name}/{number}"] for number in range(value)]
+            setattr(callback, name, value)
 
 
 def _packed(arrays: dict[str, Array]) -> bytes:
     file = io.BytesIO()
     np.savez(file, **dict(arrays))  # type: ignore[arg-type]  # it takes any name
     return file.getvalue()
+
+
+def _unpacked(packed: bytes) -> dict[str, Array]:
+    with np.load(io.BytesIO(packed)) as arrays:
+        return dict(arrays)

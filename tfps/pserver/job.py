@@ -98,13 +98,11 @@ class Job(Elastic):
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Joined:
         """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
         with self._changed:
-            if self.begun and config.min_workers is not None and applicant.rank in (None, *self._membership.lost):
-                config_mode = config.mode, config.update
-                if config_mode != ("sync", "worker"):
-                    raise UnsupportedError(
-                        "a worker can join a job under way with mode='sync' and update='worker' only, got "
-                        f"mode={config.mode!r} and update={config.update!r}"
-                    )
+            joins = self.begun and config.min_workers is not None and applicant.rank in (None, *self._membership.lost)
+            if joins and config.mode != "sync":
+                raise UnsupportedError(
+                    f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}"
+                )
             first = not self._membership.members
             member = self._membership.join(applicant, time.monotonic())
             if first:

@@ -184,6 +184,12 @@ class SumSlice(RoundSlice):
         self._writer = 0  # the rank that writes what the program assigns
         self._targets: dict[int, Target] = {}  # of the ranks whose answer goes to shared memory
 
+    def change_view(self, view: View, upcoming: Container[int] = ()) -> list[Answer]:
+        with self.lock:
+            if len(view.ranks) > len(self.round.view.ranks):  # who joins does so where nothing is under way
+                self._writer = view.ranks[0]
+        return super().change_view(view, upcoming)
+
     def _add(self, push: Push) -> None:
         rank, header, payload, target = push
         part = push.part(self.round.format)

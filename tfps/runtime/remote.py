@@ -14,7 +14,7 @@ import math
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.runtime.transfers import DeferredUpdate, Group, Pushed
-from tfps.types import Array, Function, Value, Variable
+from tfps.types import Array, Function, Json, Value, Variable
 
 _NO_BYTES = np.empty(0, np.uint8)
 _WHICH = struct.Struct("<II")
@@ -67,6 +67,18 @@ class RemoteParameter:
         worker_view = value_of(component)
         exact = self.exact(exchange, worker_view)
         return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(worker_view.data))
+
+    def place(self, arrays: dict[str, Array], name: str) -> Json:
+        """Where the value is, for a worker that joins; what no pserver has goes to `arrays` by `name`."""
+        if self.restored is not None:
+            arrays[name] = self.restored.exact
+        mark = None if self.restored is None else self.restored.worker_view
+        return [self.holder, self.begin, self.ahead, self.synchronized, mark]
+
+    def move(self, place: Json, arrays: Mapping[str, Array], name: str) -> None:
+        """Knows what another worker, or this one before, has said with `place`."""
+        self.holder, self.begin, self.ahead, self.synchronized, mark = place
+        self.restored = None if mark is None else Ahead(arrays[name], mark)
 
 
 class RemoteSlot:
@@ -109,6 +121,17 @@ class RemoteSlot:
     def take(self, value: NDArray[np.float32]) -> None:
         """Takes what rank 0 has `offered`."""
         self.pending = value.reshape(self.shape).copy() if value.size else None
+
+    def place(self, arrays: dict[str, Array], name: str) -> Json:
+        """As `RemoteParameter.place`."""
+        if self.pending is not None:
+            arrays[name] = self.pending
+        return [self.home, self.pending is not None, self.compared]
+
+    def move(self, place: Json, arrays: Mapping[str, Array], name: str) -> None:
+        """As `RemoteParameter.move`."""
+        home, assigned, self.compared = place
+        self.home, self.pending = home and tuple(home), arrays[name] if assigned else None
 
     def collect(self) -> Array:
         """What the pservers have, flat uint8."""
@@ -159,7 +182,7 @@ def pieces_of(variables: Sequence[Variable], rule: RemoteRule) -> list[RemotePie
 
 def is_first(exchange: Exchange) -> bool:
     """Whether this worker is the first of those that take part: it writes what all have assigned."""
-    return exchange.view.ranks[0] == exchange.rank
+    return exchange.view.ranks[0] == exchange.rank and not exchange.joining.candidate
 
 
 def value_of(component: Variable) -> Array:

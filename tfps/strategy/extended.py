@@ -89,7 +89,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             self.staging = Staging(runtime, self._devices, depth, self.last_batch, together=together, compares=compares)
         self._reductions = self.policy.reductions()
         self.runtime = runtime
-        self.admits = self.changes and self.policy.together and not self.policy.remote_parameters
+        self.admits = self.changes and self.policy.together
         self.trainings = 0  # calls of `fit` so far, but for those within others
         self.just_joined = False  # before the next epoch begins
         self.epoch = 0  # of `fit`

@@ -66,16 +66,14 @@ class Newcomer:
             )
         return [self._free[text].popleft() for text in texts]
 
-    def push(
-        self, bucket: int, spec: BucketSpec, payload: Payload | None, on_reply: OnReply, step_scalars: bytes
-    ) -> None:
-        """Gives back what is pushed."""
+    def push(self, bucket: int, spec: BucketSpec, payload: Payload | None, on_reply: OnReply) -> None:
+        """Gives back what is pushed, also to who waits for parameters: all that it has will be replaced."""
         if spec.kind == "sum" and not spec.occasional and not self.tries_out:
             text = "a worker can join a job under way in model.fit only, whose position in the data it then takes over"
             on_reply(Reply(error=UnsupportedError(f"rank {self._rank}: {text}")))
             return
         declared(range(self._known), bucket)
-        self.alone.push(bucket, payload, on_reply, step_scalars)
+        self.alone.push(bucket, payload, on_reply)
 
     def tell_admitted(self, pserver: int, others: Sequence[int]) -> None:
         """Notes that a pserver lets it take part, and the ranks of those who took part before."""

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from tfps.config import Config
 from tfps.errors import WaitTimeoutError
@@ -60,7 +61,7 @@ class UnderWay(abc.ABC):
             return
         specs = list(map(bucket_of, newcomer.replies()[0].buckets))
         self._add(specs[len(self._buckets) :])
-        newcomer.alone.declare(specs[len(newcomer.alone.specs) :])
+        newcomer.alone.declare([replace(spec, update=None) for spec in specs[len(newcomer.alone.specs) :]])
         newcomer.learn(specs)
 
     @property

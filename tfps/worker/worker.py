@@ -343,7 +343,9 @@ class Worker(UnderWay):
 
     def fail(self, error: TfpsError, told: bool = False) -> None:
         """See `Exchange.fail`; `told`: it came from a pserver, which told all workers."""
-        if self._farewell is None:
+        if self._farewell is not None:  # what has failed here is the reason, even if its stream's end is known first
+            error = self._farewell
+        else:
             who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
             known = told or (self.config.outlives_pservers and isinstance(error, PserverLostError))
             self._farewell = error if known else type(error)(f"{who} failed: {error}")
@@ -531,7 +533,7 @@ class Worker(UnderWay):
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         if self.newcomer is not None:
             spec = interface.declared(self._buckets, bucket).spec
-            self.newcomer.push(bucket, spec, payload, on_reply, step_scalars)
+            self.newcomer.push(bucket, spec, payload, on_reply)
             return
         self._push(bucket, Push(as_bytes(payload), on_reply, step_scalars=step_scalars))
 
