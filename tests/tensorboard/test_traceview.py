@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from tfps.trace.capture import Capture
+from tfps.trace.capture import Capture, CapturedView, Span
 from tfps.trace.capture_file import chrome_path, write_chrome
 from tfps.trace.summary import Summary, summarize
 from tfps.types import Json
@@ -33,7 +33,20 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
         settings = simulation.Settings(POLICIES[policy], 1 << 20, 2 << 20, steps=3, jitter=0.05)
         made[policy] = synthetic_capture(profile, simulation.Cluster(2, 2, 2.0), settings, policy)
         write_chrome(made[policy], chrome_path(log_dir / "jobs", policy))
+    made["changed"] = changed(made["priority"])
+    write_chrome(made["changed"], chrome_path(log_dir / "jobs", "changed"))
     return made
+
+
+def changed(capture: Capture) -> Capture:
+    """The same; in its second step worker 1 is lost."""
+    step = [span for span in capture.spans if span.kind == "step" and span.process == 0][1]
+    at_ns = (step.begin_ns + step.end_ns) // 2
+    change = Span("change", 0, "view", at_ns, at_ns, step=step.step, rank=1)
+    note = f"step {step.step} is the first that lacks pushes of rank 1; what it had pushed of it counted for 61 %"
+    lost = CapturedView(2, (0,), "rank 1 (host1:4711) died at step 12", note, {"fc": (1, 2)})
+    views = CapturedView(1, (0, 1)), lost
+    return replace(capture, name="changed", spans=(*capture.spans, change), views=views)
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +274,40 @@ def test_a_search_marks_the_variable_and_enter_goes_to_its_spans(page: Page, cap
     assert page("return trace.bucket[view.selected]") in buckets
     find.send_keys(Keys.ESCAPE)
     assert page("return [view.highlighted && view.selected < 0, tfps.found.textContent]")[1] == ""
+
+
+def test_a_change_of_the_view_is_a_line_through_the_timeline(page: Page, captures: dict[str, Capture]) -> None:
+    assert page("return [trace.changes, pane.root.querySelectorAll('.view').length]") == [[], 0]
+    page("tfps.show('jobs/changed', '')")
+    page.settle()
+    said = page("return [...pane.root.querySelectorAll('.view')].map((one) => one.textContent)")
+    summary = summarize(captures["changed"])
+    assert said == [f"At the start {summary.view}", *(f"At {change}" for change in summary.changes)]
+    ((span, view),) = captures["changed"].changes
+    (position,) = page("return trace.changes")
+    assert position == captures["changed"].spans.index(span)
+    x = page("return view.xOf(trace.begin[trace.changes[0]])")
+    low = page("return view.height - 3")  # below all lanes of a high page, or between two
+    pixel = "return [...view.context.getImageData(arguments[0], arguments[1], 1, 1).data].slice(0, 3)"
+    assert page(pixel, round(x), low) == [0x7B, 0x32, 0x94]
+    page("view.scroller.scrollTop = 0")
+    page.frame()
+    # Its own lane is the first of worker 0.
+    y = page("const r = view.rectOf(trace.changes[0]); return r.y + r.height / 2")
+    canvas = page("return view.canvas")
+    half = canvas.size["width"] / 2, canvas.size["height"] / 2
+    move = ActionChains(page.driver).move_to_element_with_offset(canvas, x - half[0], y - half[1])
+    move.perform()
+    tip = page("return view.tip.textContent")
+    assert tip == f"generation 2: {view.reason} · worker 0 takes part · {view.note}"
+    move.click().perform()
+    page.frame()
+    assert page("return view.selected") == position
+    assert page("return pane.root.querySelector('.details h2').textContent") == f"generation 2: {view.reason}"
+    below = page("return [...pane.root.querySelectorAll('.details p')].map((one) => one.textContent)")
+    assert below == ["From here on worker 0 takes part.", f"{view.note}. Slices without it: fc [1, 2]."]
+    page("view.select(-1); pane.root.querySelector('.view .change').click()")
+    assert page("return view.selected") == position
 
 
 def test_two_runs_are_compared_side_by_side_on_one_scale(page: Page, captures: dict[str, Capture]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tfps.trace.assembly import Recorded, assemble
-from tfps.trace.capture import Capture, CapturedBucket, Process, Span
+from tfps.trace.capture import Capture, CapturedBucket, CapturedView, Process, Span
 from tfps.trace.recorder import UNKNOWN, Recorder
 
 BUCKETS = [CapturedBucket("a", ("a",), 0, 8)]
@@ -145,6 +145,15 @@ def test_spans_of_unknown_buckets_and_variables_do_no_harm() -> None:
         (0, -1, 1, 0),
         (-1, -1, 1, 0),
     ]
+
+
+def test_changes_are_those_that_rank_0_has_seen() -> None:
+    hosts = job(0, 7 * MS, 0, 0, measure=lambda *_: 0)
+    hosts[1].recorder.span("change", 5, 5)
+    change = Span("change", 0, "view", 10, 10, rank=1)
+    views = CapturedView(1, (0, 1)), CapturedView(2, (0,), "rank 1 died")
+    capture = assemble([host.recorded() for host in hosts], BUCKETS, views=views, changes=[change])
+    assert capture.changes == [(change, views[1])]
 
 
 def test_a_capture_of_nothing_has_its_processes() -> None:

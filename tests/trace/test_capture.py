@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import KINDS, Capture, CapturedBucket, Kind, Process, Span, lane_of, rows
+from tfps.trace.capture import KINDS, Capture, CapturedBucket, CapturedView, Kind, Process, Span, lane_of, rows
 from tfps.trace.capture_file import chrome_path, read, read_columns, write_chrome
 from tfps.types import Argument, Json
 
@@ -44,8 +44,15 @@ def spans() -> st.SearchStrategy[Span]:
     return st.builds(make, st.sampled_from(KINDS), st.integers(0, 2), *times, whole, st.tuples(whole, whole, whole))
 
 
+def captured(spans: tuple[Span, ...], **more: Argument) -> Capture:
+    """With a view for each change."""
+    changes = sum(span.kind == "change" for span in spans)
+    views = [CapturedView(2 + at, (0,), "it died", "step 3", {"a, b": (0, 1)}) for at in range(changes)]
+    return Capture(spans=spans, views=(CapturedView(1, (0, 1)), *views), **more)
+
+
 captures = st.builds(
-    Capture,
+    captured,
     processes=st.just(PROCESSES),
     buckets=st.just(BUCKETS),
     spans=st.lists(spans(), max_size=30).map(tuple),
@@ -280,6 +287,39 @@ def test_a_capture_of_a_large_job_is_far_from_the_bounds(tmp_path: Path) -> None
 def test_spans_that_lead_nowhere_are_refused(change: dict[str, Argument], rule: str) -> None:
     with pytest.raises(TfpsError, match=rule):
         Capture(PROCESSES, BUCKETS, (chain()[1]._replace(**change),))
+
+
+def test_every_change_has_a_view() -> None:
+    change = Span("change", 0, "view", 5, 5, rank=1)
+    lost = CapturedView(2, (0,), "rank 1 died")
+    capture = Capture(PROCESSES, BUCKETS, (change,), views=(CapturedView(1, (0, 1)), lost))
+    assert capture.changes == [(change, lost)]
+    assert capture.title(change) == "generation 2: rank 1 died"
+    with pytest.raises(TfpsError, match="must have a view for each change, got 0 for 1"):
+        Capture(PROCESSES, BUCKETS, (change,))
+    with pytest.raises(TfpsError, match="must have a view for each change, got 1 for 0"):
+        Capture(PROCESSES, BUCKETS, (), views=(CapturedView(1, (0, 1)), lost))
+
+
+def test_perfetto_draws_a_change_through_all_lanes(tmp_path: Path) -> None:
+    change = Span("change", 0, "view", 6000, 6000, step=3, rank=1)
+    views = CapturedView(1, (0, 1)), CapturedView(2, (0,), "rank 1 died", "step 3 lacks it", {"a, b": (0,)})
+    write_chrome(Capture(PROCESSES, BUCKETS, (*chain(), change), views=views), tmp_path / "t.gz")
+    (event,) = [event for event in events_of(tmp_path / "t.gz") if event.get("cat") == "change"]
+    assert (event["ph"], event["s"], event["name"]) == ("i", "g", "generation 2: rank 1 died")
+    assert event["args"] == {
+        "step": 3, "rank": 1, "generation": 2, "ranks": [0], "reason": "rank 1 died", "note": "step 3 lacks it",
+        "lacking": {"a, b": [0]},
+    }  # fmt: skip
+
+
+def test_a_file_of_before_there_were_views_is_read(tmp_path: Path) -> None:
+    capture = Capture(PROCESSES, BUCKETS, tuple(chain()))
+    write_chrome(capture, tmp_path / "new.gz")
+    text = gzip.decompress((tmp_path / "new.gz").read_bytes())
+    assert text.count(b'"views":[],') == 1
+    (tmp_path / "old.gz").write_bytes(gzip.compress(text.replace(b'"views":[],', b"")))
+    assert read(tmp_path / "old.gz") == capture
 
 
 def test_a_process_says_what_it_may_be() -> None:

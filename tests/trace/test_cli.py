@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import jobs
 import pytest
 
+from tfps.trace.capture import CapturedView, Span
 from tfps.trace.capture_file import chrome_path, read, write_chrome
 from tfps.trace.cli import main
 from tfps.trace.summary import summarize
@@ -39,6 +41,21 @@ def test_it_prints_the_summary(file: Path, capsys: pytest.CaptureFixture[str]) -
     assert rows[str(step.step)][1:3] == [f"{step.totals.duration_ns / 1e6:.4g}", "ms"]
     assert f"{summary.totals.overlap:.1%}" in rows["mean"]
     assert summary.costs[0].variable in rows
+
+
+def test_it_says_who_takes_part_and_what_changed(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture = read(file)
+    views = CapturedView(1, (0, 1)), CapturedView(2, (0,), "rank 1 [bold] died")
+    at_ns = capture.spans[-1].begin_ns
+    spans = *capture.spans, Span("change", 0, "view", at_ns, at_ns)
+    write_chrome(dataclasses.replace(capture, spans=spans, views=views), tmp_path / "changed.gz")
+    assert main([str(tmp_path / "changed.gz")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "at the start: generation 1, with workers 0, 1 and pservers host0:7070, host1:7070"
+    assert lines[2].startswith("at ")
+    assert "generation 2, with worker 0: rank 1 [bold] died" in lines[2]
 
 
 def test_of_a_log_directory_it_shows_the_newest_capture(

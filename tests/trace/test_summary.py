@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import Capture, CapturedBucket, Kind, Process, Span, lane_of
+from tfps.trace.capture import Capture, CapturedBucket, CapturedView, Kind, Process, Span, lane_of
 from tfps.trace.step_times import Intervals, clip, difference, intersection, total, union
 from tfps.trace.summary import Summary, summarize
 from tfps.types import Argument
 from tools import model_profiles, simulation
 from tools.synthetic_captures import POLICIES, repeated, synthetic_capture
 
+MS = 1_000_000
 BUCKETS = (CapturedBucket("a", ("a",), 0, 100), CapturedBucket("b, c", ("b", "c"), 1, 200))
 
 
@@ -65,6 +66,27 @@ def test_a_step_computed_by_hand() -> None:
     assert [(cost.variable, cost.exposed_ns) for cost in summary.costs] == [("a", 200)]
     assert summary.totals.slowest is None
     assert summary.limit == "the network: messages of the waiting worker are on the wire, in 95% of the exposed wait"
+
+
+def test_it_says_who_takes_part_and_what_changed_when() -> None:
+    steps = [span("step", MS * begin, MS * (begin + 10), step=begin // 10) for begin in (20, 30, 40)]
+    changes = [Span("change", 0, "view", MS * at, MS * at) for at in (35, 45)]
+    views = (
+        CapturedView(3, (0, 1, 2)),
+        CapturedView(4, (0, 2), "rank 1 (b:7) died", "step 3 is the first that lacks pushes of rank 1"),
+        CapturedView(5, (0,), "rank 2 (c:8) has left"),
+    )
+    hosts = ["a", "b", "c", "p:1", "p:2"]
+    summary = make([*steps, *changes], workers=3, pservers=2, hosts=hosts, views=views)
+    assert summary.view == "generation 3, with workers 0 to 2 and pservers p:1, p:2"
+    assert summary.changes == (
+        f"15 ms, in step 3: generation 4, with workers 0, 2: rank 1 (b:7) died; {views[1].note}",
+        "25 ms, in step 4: generation 5, with worker 0: rank 2 (c:8) has left",
+    )
+    joined = make([*steps, changes[0]], workers=3, views=(views[2], replace(views[0], reason="rank 1 takes part")))
+    (said,) = joined.changes
+    assert said.endswith("with workers 0 to 2: rank 1 takes part; step 4 is the first that begins after it")
+    assert (make(steps).view, make(steps).changes) == ("", ())
 
 
 def test_what_lies_outside_the_steps_does_not_count() -> None:

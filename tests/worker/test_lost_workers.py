@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import socket
 import struct
+from pathlib import Path
 
 import jobs
 import numpy as np
@@ -15,9 +16,12 @@ from jobs import Cluster, Failed, RawWorker, attempt, bucket, poll, push, summed
 from tfps.config import Config
 from tfps.errors import MismatchError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
+from tfps.trace.capture import CapturedView
+from tfps.trace.capture_file import read, write_chrome
 from tfps.types import Array
 from tfps.wire import control, frames
 from tfps.wire.frames import Header, Kind
+from tfps.worker.losses import Lacking, Loss, Losses
 from tfps.worker.worker import Worker
 
 GOES_ON = dataclasses.replace(jobs.CONFIG, min_workers=1)
@@ -85,6 +89,43 @@ def test_slices_that_had_come_whole_count_and_the_others_count_as_zero(lost: Job
     for each in pending:
         assert summed(each.wait()).tolist() == [12.0] * 256 + [2.0] * 256
     assert lost.sums(GRADIENT, ONES, ONES) == [[2.0, 2.0]]
+
+
+def test_a_capture_says_who_was_lost_meanwhile_and_what_counted(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = Job(cluster)
+    lost.workers[0].captures.start()
+    pending = [push(worker, GRADIENT, ONES) for worker in lost.workers]
+    lost.send(GRADIENT, 0, np.full(256, 10, np.float32).tobytes())
+    lost.die(after=1)
+    for each in pending:
+        each.wait()
+    assert lost.sums(GRADIENT, ONES, ONES) == [[2.0, 2.0]]
+    write_chrome(lost.workers[0].captures.stop([], "run", (), {}), tmp_path / "capture.gz")
+    capture = read(tmp_path / "capture.gz")
+    ((span, view),) = capture.changes
+    assert capture.views[0] == CapturedView(1, (0, 1, 2))
+    assert (view.generation, view.ranks) == (2, (0, 2))
+    assert view.reason.startswith("rank 1 (rawhost:")
+    assert view.reason.endswith("died at step 0: its connection ended without a leave")
+    assert view.reason in caplog.text
+    assert view.note == "step 0 is the first that lacks pushes of rank 1; what it had pushed of it counted for 50 %"
+    assert view.lacking == {"a gradient of two slices": (1,)}
+    assert (span.process, span.step, span.rank) == (0, 0, 1)
+    queued = {step: [s.begin_ns for s in capture.spans if (s.kind, s.step) == ("queued", step)] for step in (0, 1)}
+    assert min(queued[0]) < span.begin_ns < min(queued[1])
+    # What pservers know of the lost worker is there, too.
+    assert [process.name for process in capture.processes] == ["worker 0", "worker 1", "worker 2", "pserver 0"]
+    assert "the capture lacks the records of rank 1" in caplog.text
+
+
+def test_a_rank_that_is_lost_again_lacks_something_else() -> None:
+    found = [Loss(1, "a", 3, (1,), 4, 8), Loss(1, "b", 4, (0, 1), 8, 8), Loss(1, "a", 7, (0, 1), 8, 8)]
+    losses = Losses(found)
+    first, second = losses.lacking(1, 0), losses.lacking(1, 2)
+    assert (first, second) == (Lacking(1, 3, {"a": (1,)}, 0.75), Lacking(1, 7, {"a": (0, 1)}, 0.0))
+    assert losses.lacking(1, 3) is losses.lacking(2, 0) is None
 
 
 @pytest.mark.parametrize("cluster", ["tcp"], indirect=True)  # a message over gRPC has no parts

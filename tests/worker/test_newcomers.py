@@ -87,6 +87,23 @@ def test_a_newcomer_gets_a_free_number_and_takes_part_when_all_let_it(under_way:
     assert declare([*under_way.workers, newcomer], bucket(4, name="later")) == [3]
 
 
+def test_a_capture_says_who_joins_meanwhile(under_way: Job) -> None:
+    first = under_way.workers[0]
+    first.captures.start()
+    newcomer = under_way.newcomer()
+    newcomer.declare([GRADIENT, TOTAL, WORDS])
+    under_way.admit(newcomer)
+    under_way.exchange([*under_way.workers, newcomer])
+    capture = first.captures.stop([], "run", (), {})
+    before, now = capture.views
+    assert (before.ranks, before.reason) == ((0, 1), "")
+    assert (now.ranks, now.reason, now.note) == ((0, 1, 2), "rank 2 takes part from now on", "")
+    assert now.generation == before.generation + 1 == first.view.generation
+    ((span, _),) = capture.changes
+    assert span.rank == 2
+    assert [process.number for process in capture.workers] == [0, 1, 2]
+
+
 def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> None:
     newcomer = under_way.newcomer()
     assert newcomer.declare([TOTAL, WORDS][:1]) == [1]

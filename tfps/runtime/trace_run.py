@@ -102,7 +102,7 @@ def _add_process(space: xplane_pb2.XSpace, capture: Capture, process: Process, l
             shown = name if row == 0 else f"{name} ({row + 1})"
             lines.append(plane.lines.add(id=len(plane.lines) + 1, name=shown, timestamp_ns=origin))
         for span, row in zip(spans, placed, strict=True):
-            title = f"{span.kind} {capture.variable_name(span)}".rstrip()
+            title = capture.title(span)
             event = lines[row].events.add(
                 metadata_id=_numbered(titles, plane.event_metadata, title),
                 offset_ps=(span.begin_ns - origin) * _PS_PER_NS,

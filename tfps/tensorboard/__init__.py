@@ -2,7 +2,7 @@
 
 The page gets a capture's first line as stored (docs/trace_format.md) and derives everything else from it.
 
-Tested in tests/tensorboard/test_traceview.py.
+Tested in tests/tensorboard/test_traceview.py and tests/tensorboard/test_answers.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Process, Setting, Span, lane_of
+from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, CapturedView, Kind, Process, Setting, Span, lane_of
 from tfps.trace.recorder import ARRIVED, RECORD, SENT, UNKNOWN
 from tfps.types import Array
 
@@ -37,8 +37,12 @@ def assemble(
     name: str = "",
     steps: Sequence[int] = (),
     settings: Mapping[str, Setting] | None = None,
+    views: Sequence[CapturedView] = (),
+    changes: Sequence[Span] = (),
 ) -> Capture:
     """Returns the capture of these processes: workers by rank, then pservers by number.
+
+    `changes` of the view are those that rank 0 has seen, one for each of `views` but the first.
 
     Leaves out spans of unknown buckets, and messages that were recorded at one end only.
     """
@@ -58,18 +62,20 @@ def assemble(
     wires["begin_ns"], wires["end_ns"] = wires["end_ns"], np.maximum(wires["end_ns"], rows["end_ns"][arrived])
     spans = (
         *(span for code, kind in enumerate(KINDS) for span in _spans(kind, rows, at, rows["kind"] == code)),
+        *changes,
         *_spans("queued", rows, at, queued & by_worker),
         *_spans("reply_queued", rows, at, queued & ~by_worker),
         *_spans("wire", wires, at[sent], by_worker[sent]),
         *_spans("reply_wire", wires, at[sent], ~by_worker[sent]),
     )
-    return Capture(tuple(processes), tuple(buckets), spans, tuple(steps), dict(settings or {}), name)
+    return Capture(tuple(processes), tuple(buckets), spans, tuple(steps), dict(settings or {}), name, tuple(views))
 
 
 def _rows(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> Array:
     """Returns the records, with the process's number as rank (for a worker) or pserver."""
-    rows = np.frombuffer(recorded.records, RECORD)
+    rows: Array = np.frombuffer(recorded.records, RECORD)
     rows = rows[rows["bucket"] < len(buckets)]
+    rows = rows[rows["kind"] != KINDS.index("change")]  # see `assemble`
     variables = np.array([len(bucket.variables) for bucket in buckets] + [0])  # the last: for no bucket
     rows["variable"][rows["variable"] >= variables[rows["bucket"]]] = NONE
     rows["end_ns"] = np.maximum(rows["begin_ns"], rows["end_ns"])

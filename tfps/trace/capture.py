@@ -14,7 +14,7 @@ from tfps.errors import TfpsError
 
 Kind = Literal[
     "step", "forward", "backward", "gate", "input", "staging", "ready", "queued", "wire", "aggregate", "reply_queued",
-    "reply_wire", "update",
+    "reply_wire", "update", "change",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Role = Literal["worker", "pserver"]
@@ -35,6 +35,7 @@ LANES: Mapping[Kind, str] = {
     "reply_queued": "reply queue",
     "reply_wire": "to worker {rank}",
     "update": "updates",
+    "change": "view",
 }
 NONE = -1  # a field that does not apply to a span
 
@@ -104,6 +105,21 @@ class CapturedBucket:
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedView:
+    """Who took part in the job from a moment on, and why it changed; of a capture's first view there is no reason."""
+
+    generation: int
+    ranks: tuple[int, ...]
+    reason: str = ""  # as in the log
+    note: str = ""  # as in the log: what of a lost worker's last step counted
+    lacking: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # bucket's name -> slices without that worker
+
+    @property
+    def title(self) -> str:
+        return f"generation {self.generation}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """Some steps of a job. What its spans name must be there."""
 
@@ -113,6 +129,7 @@ class Capture:
     steps: tuple[int, ...] = ()  # that were requested, ascending
     settings: Mapping[str, Setting] = field(default_factory=dict)  # of the run, for display and comparison
     name: str = ""  # of the run
+    views: tuple[CapturedView, ...] = ()  # at its start, then one for each span of kind "change", in order of time
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", tuple(sorted(self.spans, key=lambda span: span.begin_ns)))
@@ -132,6 +149,9 @@ class Capture:
             else:
                 continue
             raise TfpsError(f"{rule}, got {span}")
+        changes = sum(span.kind == "change" for span in self.spans)
+        if changes != len(self.views[1:]):
+            raise TfpsError(f"a capture must have a view for each change, got {len(self.views[1:])} for {changes}")
 
     @property
     def workers(self) -> list[Process]:
@@ -140,6 +160,17 @@ class Capture:
     @property
     def pservers(self) -> list[Process]:
         return [process for process in self.processes if process.role == "pserver"]
+
+    @property
+    def changes(self) -> list[tuple[Span, CapturedView]]:
+        """Each change of the view, in order of time, with the view from then on."""
+        return list(zip((span for span in self.spans if span.kind == "change"), self.views[1:], strict=True))
+
+    def title(self, span: Span) -> str:
+        """The span's kind and what it is about."""
+        if span.kind == "change":
+            return next(view.title for one, view in self.changes if one is span)
+        return f"{span.kind} {self.variable_name(span)}".rstrip()
 
     def variable_name(self, span: Span) -> str:
         """The variable's name, else the bucket's, else empty."""

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Process, Span, by_lane, rows
+from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, CapturedView, Kind, Process, Span, by_lane, rows
 from tfps.types import Json
 
 FORMAT = 1
@@ -34,6 +34,7 @@ _END = b"},\n"
 # Written unchanged; others are coded: begin as differences, kind and (process, lane) as positions in lists.
 _PLAIN = Span._fields[5:]
 _QUEUES: Mapping[Kind, Kind] = {"queued": "wire", "reply_queued": "reply_wire"}  # and the next span
+_INSTANTS: Mapping[Kind, Mapping[str, str]] = {"ready": {"ph": "i", "s": "t"}, "change": {"ph": "i", "s": "g"}}
 _AGAIN = "Do not use it; record the capture again"
 _dump = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -89,9 +90,15 @@ def read(path: str | Path) -> Capture:
             steps=tuple(content["steps"]),
             settings=content["settings"],
             name=content["name"],
+            views=tuple(map(_view, content.get("views", ()))),  # older files have none
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise TfpsError(f"'{path}' must be a capture of tfps, but its first line is damaged: {error!r}") from error
+
+
+def _view(one: dict[str, Json]) -> CapturedView:
+    lacking = {name: tuple(slices) for name, slices in one["lacking"].items()}
+    return CapturedView(**{**one, "ranks": tuple(one["ranks"]), "lacking": lacking})
 
 
 def read_columns(path: str | Path) -> bytes:
@@ -144,6 +151,7 @@ def to_columns(capture: Capture) -> dict[str, Json]:
         "name": capture.name,
         "processes": [asdict(process) for process in capture.processes],
         "buckets": [asdict(bucket) for bucket in capture.buckets],
+        "views": [asdict(view) for view in capture.views],
         "steps": capture.steps,
         "settings": dict(capture.settings),
         "kinds": KINDS,
@@ -181,17 +189,20 @@ def _events(capture: Capture) -> Iterator[dict[str, Json]]:
             yield {**there, "name": "thread_sort_index", "args": {"sort_index": first + row}}
         threads |= {member: {"pid": number, "tid": first + row} for member, row in zip(shown, placed, strict=True)}
         first += max(placed, default=-1) + 1
+    views = dict(zip((at for at, span in enumerate(spans) if span.kind == "change"), capture.views[1:], strict=True))
     for position, thread in sorted(threads.items()):
         span = spans[position]
         slice_ = f" [{span.slice}]" if span.slice >= 0 else ""
         arguments: dict[str, Json] = {name: value for name in _PLAIN if (value := getattr(span, name)) != NONE}
         if span.bucket >= 0:
             arguments["key"] = span.key
+        if span.kind == "change":
+            arguments |= asdict(views[position])
         if (queued_ns := waited.get(_message(span, span.kind))) is not None:
             arguments["queued_us"] = queued_ns / 1e3
         yield {
-            **({"ph": "i", "s": "t"} if span.kind == "ready" else {"ph": "X", "dur": span.duration_ns / 1e3}),
-            "name": f"{span.kind} {capture.variable_name(span)}".rstrip() + slice_,
+            **(_INSTANTS.get(span.kind) or {"ph": "X", "dur": span.duration_ns / 1e3}),
+            "name": capture.title(span) + slice_,
             "cat": span.kind,
             **thread,
             "ts": (span.begin_ns - origin) / 1e3,

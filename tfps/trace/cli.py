@@ -98,6 +98,10 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
     totals, steps = summary.totals, len(summary.steps)
     settings = ", ".join(f"{name} {value}" for name, value in summary.settings.items())
     yield Text.assemble((summary.name, "bold"), " ", settings)
+    if summary.view:
+        yield Text(f"at the start: {summary.view}")
+    for change in summary.changes:
+        yield Text(f"at {change}")
     yield Text.assemble("limited by ", (summary.limit, "bold"), "\n")
     heads = ("step", "took", "computing", "exposed wait", "input", "overlap", "slowest", "out of order")
     yield "[dim]steps, means of workers[/dim]"

@@ -10,12 +10,12 @@ import heapq
 import itertools
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import Capture, Setting, Span
+from tfps.trace.capture import Capture, CapturedView, Setting, Span
 from tfps.trace.step_times import (
     Interval,
     Intervals,
@@ -34,6 +34,7 @@ from tfps.trace.step_times import (
 _Key = TypeVar("_Key")
 _Item = TypeVar("_Item")
 _SHOWN_INVERSIONS = 0.05  # of all messages
+_NAMED = 4  # pservers
 _UNEVEN = 1.3  # times the mean of the others
 _NETWORK = "the network: messages of the waiting worker are on the wire"
 _MEMORY = "the exchange on this one host: messages of the waiting worker are under way"
@@ -112,6 +113,8 @@ class Summary:
     costs: tuple[Cost, ...]  # the most expensive first; they add up to the exposed time of all workers
     inversion: Inversion | None
     limit: str
+    view: str  # at the start: generation, workers, pservers; empty if the capture does not say
+    changes: tuple[str, ...]  # of the view: when, who takes part from then on, why
 
 
 def summarize(capture: Capture) -> Summary:
@@ -167,6 +170,8 @@ class _Summarizer:
             costs=self._costs(),
             inversion=self._inversion,
             limit=self._limit(totals),
+            view=self._view(),
+            changes=tuple(itertools.starmap(self._change, self._capture.changes)),
         )
 
     def _rank(self, span: Span) -> int:
@@ -285,9 +290,9 @@ class _Summarizer:
             waiting[rank] = causes[_NETWORK] - before
         cause, ns = causes.most_common(1)[0]
         # All processes are on one host, and workers reach pservers by loopback: there is no network.
-        hosts = {process.host for process in self._capture.workers}
+        hosts = {process.host for process in self._capture.workers if process.host}  # of lost workers it is unknown
         by_loopback = all(process.host.startswith(_LOOPBACK) for process in self._capture.pservers)
-        here = len(hosts) == 1 and "" not in hosts and by_loopback
+        here = len(hosts) == 1 and by_loopback
         said = _MEMORY if cause == _NETWORK and here else cause
         said += f", in {_part(ns, sum(causes.values()))} of the exposed wait"
         if cause == _NETWORK and (busiest := _busiest(links)) is not None:
@@ -298,6 +303,20 @@ class _Summarizer:
         if totals.messages and totals.inversions > _SHOWN_INVERSIONS * totals.messages:
             said += f"; {_part(totals.inversions, totals.messages)} of the messages were sent before more urgent ones"
         return said
+
+    def _view(self) -> str:
+        pservers = [process.host for process in self._capture.pservers]
+        more = f" and {len(pservers) - _NAMED} more" if len(pservers) > _NAMED else ""
+        names = f"{_several('pserver', pservers)} {', '.join(pservers[:_NAMED])}{more}"
+        return "".join(f"generation {v.generation}, with {_workers(v)} and {names}" for v in self._capture.views[:1])
+
+    def _change(self, span: Span, view: CapturedView) -> str:
+        steps = sorted((*ranks[min(ranks)], step) for step, ranks in self._bounds.items())
+        during = [f", in step {step}" for begin, end, step in steps if begin <= span.begin_ns < end]
+        after = [f"step {step} is the first that begins after it" for begin, _, step in steps if begin >= span.begin_ns]
+        when = f"{(span.begin_ns - steps[0][0]) / 1e6:.4g} ms{''.join(during[:1])}"
+        details = [part for part in (view.reason, view.note or "".join(after[:1])) if part]
+        return f"{when}: generation {view.generation}, with {_workers(view)}: {'; '.join(details)}"
 
     def _explain(self, rank: int, causes: Counter[str], links: Counter[int]) -> None:
         """Attributes the time that this rank's reads waited, each moment to the first cause that applies."""
@@ -342,6 +361,17 @@ def _busiest(links: Counter[int]) -> int | None:
         return None
     (busiest, ns), *others = links.most_common()
     return busiest if ns > _UNEVEN * sum(one for _, one in others) / len(others) else None
+
+
+def _several(name: str, of: Sequence[object]) -> str:
+    return name if len(of) == 1 else f"{name}s"
+
+
+def _workers(view: CapturedView) -> str:
+    """`workers 0 to 7`, or `workers 0, 2`."""
+    ranks = view.ranks
+    run = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"{_several('worker', ranks)} {f'{ranks[0]} to {ranks[-1]}' if run else ', '.join(map(str, ranks))}"
 
 
 def _part(part: float, whole: float) -> str:

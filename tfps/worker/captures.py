@@ -6,16 +6,19 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.exchange.interface import BucketSpec
+from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.assembly import Recorded, assemble
-from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
+from tfps.trace.capture import NONE, Capture, CapturedBucket, CapturedView, Process, Setting, Span, lane_of
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import compare_clocks, record_messages
 from tfps.wire.frames import Header
 from tfps.worker.client import PserverClient
+from tfps.worker.losses import Losses
 
 logger = logging.getLogger("tfps")
 
@@ -44,7 +47,8 @@ class ProcessCaptures:
             raise TfpsError("no capture is being recorded: begin one (start_trace, on rank 0)")
         recorded, others = self._collect(), self._specs()[len(buckets) :]
         known = [*buckets, *(CapturedBucket(one.name, one.names, one.priority, one.nbytes) for one in others)]
-        return assemble(recorded, known, name, steps, settings)
+        views, changes = self._views()
+        return assemble(recorded, known, name, steps, settings, views, changes)
 
     def close(self, failed: bool = False) -> None:
         """Stops recording."""
@@ -53,6 +57,10 @@ class ProcessCaptures:
     def _collect(self) -> list[Recorded]:
         """Each process's records, workers first."""
         return [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
+
+    def _views(self) -> tuple[list[CapturedView], list[Span]]:
+        """The view at the start, the others, and when each of these began. A job without pservers has none."""
+        return [], []
 
     def _switch(self, on: bool) -> bool:
         """Switches recording of this process on or off; False if it was so already."""
@@ -63,8 +71,19 @@ class ProcessCaptures:
             return changes
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Of the view while a capture is recorded."""
+
+    at_ns: int
+    view: View
+    reason: str
+    rank: int  # that was lost or joined; NONE: several
+    losses: int  # how many had been found before; NONE: nobody was lost
+
+
 class WorkerCaptures(ProcessCaptures):
-    """The `Captures` of a job with pservers, once the worker has joined; see Records in protos/tfps.proto."""
+    """The `Captures` of a job with pservers, to use once the worker has joined; see Records in protos/tfps.proto."""
 
     def __init__(
         self,
@@ -72,17 +91,26 @@ class WorkerCaptures(ProcessCaptures):
         client: PserverClient,
         specs: Callable[[], Sequence[BucketSpec]],
         settings: Callable[[], Mapping[str, Setting]],
+        losses: Losses,
     ) -> None:
         super().__init__(recorder, specs, self._check_rank)
-        self._client, self._settings, self._rank = client, settings, client.membership.rank
+        self._client, self._settings, self._losses = client, settings, losses
         self._lock = threading.Lock()  # guards all below
         self._number = 0  # of the latest capture
         self._uploading: threading.Thread | None = None
+        self._first: View | None = None  # when the capture began, until it is collected
+        self._changes: list[_Change] = []
+
+    @property
+    def _rank(self) -> int:
+        return self._client.membership.rank
 
     # Rank 0
 
     def start(self) -> None:
         super().start()
+        with self._lock:
+            self._first, self._changes = self._client.membership.view, []
         self._number += 1
         try:
             self._client.trace(self._number, True)
@@ -102,13 +130,49 @@ class WorkerCaptures(ProcessCaptures):
                 f"captures are begun and ended by rank 0, for all workers; this is rank {self._rank}"
             )
 
+    def note(self, view: View, reason: str = "") -> None:
+        """Notes that `view` is in force from now on; without a reason others have joined. Any thread."""
+        with self._lock:
+            if self._first is None or view.generation <= (before := self._latest(self._first)).generation:
+                return
+            joined = sorted(set(view.ranks).difference(before.ranks))
+            who = f"rank {joined[0]} takes" if len(joined) == 1 else f"ranks {', '.join(map(str, joined))} take"
+            others = list(set(view.ranks).symmetric_difference(before.ranks))
+            rank = others[0] if len(others) == 1 else NONE
+            losses = NONE if joined else len(self._losses.found)
+            reason = reason or f"{who} part from now on"
+            self._changes.append(_Change(self._recorder.clock(), view, reason, rank, losses))
+
+    def _latest(self, first: View) -> View:
+        return self._changes[-1].view if self._changes else first
+
+    def _took_part(self) -> list[int]:
+        """All ranks but 0 that have been in a view: others' spans name also those that were lost."""
+        with self._lock:
+            views = [self._first or self._client.membership.view, *(change.view for change in self._changes)]
+        return sorted({rank for view in views for rank in view.ranks} - {0})
+
+    def _views(self) -> tuple[list[CapturedView], list[Span]]:
+        with self._lock:
+            first, noted, self._first = self._first or self._client.membership.view, self._changes, None
+        views, changes = [CapturedView(first.generation, first.ranks)], []
+        for one in noted:
+            lacking, step = None if NONE in (one.rank, one.losses) else self._losses.lacking(one.rank, one.losses), NONE
+            note, slices = "", dict[str, tuple[int, ...]]()
+            if lacking is not None:
+                note, step = str(lacking), lacking.step
+                slices = {name: tuple(each) for name, each in lacking.slices.items()}
+            views.append(CapturedView(one.view.generation, one.view.ranks, one.reason, note, slices))
+            changes.append(Span("change", 0, lane_of("change"), one.at_ns, one.at_ns, step, rank=one.rank))
+        return views, changes
+
     def _collect(self) -> list[Recorded]:
         self._client.trace(self._number, False)
         clocks = [compare_clocks(pserver, self._recorder.clock) for pserver in self._client.pservers]
         parts = self._client.collect(self._number, COLLECT_TIMEOUT_S)
-        self._warn(parts)
-        found = super()._collect()
-        for rank in self._client.membership.view.ranks[1:]:
+        ranks, found = self._took_part(), super()._collect()
+        self._warn(parts, ranks)
+        for rank in ranks:
             own = [part for part in parts if not part.pserver and part.number == rank]
             first = own[0] if own else pb.Records()
             process = Process("worker", rank, first.host, first.clock_offset_ns, first.clock_error_ns)
@@ -119,12 +183,13 @@ class WorkerCaptures(ProcessCaptures):
             found.append(Recorded(process, records))
         return found
 
-    def _warn(self, parts: Sequence[pb.Records]) -> None:
+    def _warn(self, parts: Sequence[pb.Records], ranks: Sequence[int]) -> None:
         """Logs what is missing."""
         there = {part.number for part in parts if part.last and not part.pserver}
-        if missing := [f"rank {rank}" for rank in self._client.membership.view.ranks[1:] if rank not in there]:
+        if missing := [f"rank {rank}" for rank in ranks if rank not in there]:
             logger.warning(
-                "tfps: the capture lacks the records of %s: they did not come within %.0f s, or the worker has left",
+                "tfps: the capture lacks the records of %s: they did not come within %.0f s, or the worker has left or "
+                "come later",
                 ", ".join(missing),
                 COLLECT_TIMEOUT_S,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.worker.bucket import Push, PushedBucket
@@ -27,6 +27,31 @@ class Loss:
     slices: Sequence[int]  # that lack it
     missing_bytes: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What the first step without a lost rank, or without parts of it, lacks."""
+
+    rank: int
+    step: int
+    slices: Mapping[str, Sequence[int]]  # by bucket
+    counted: float  # the part of the rank's gradients that had come
+
+    @classmethod
+    def of(cls, rank: int, losses: Sequence[Loss]) -> Lacking:
+        """Of the losses of `rank`, at least one, one of each bucket."""
+        # Buckets that its last step had already sent in full lack it one step later.
+        step = min(loss.step for loss in losses)
+        first = [loss for loss in losses if loss.step == step]
+        missing, total = sum(loss.missing_bytes for loss in first), sum(loss.nbytes for loss in losses)
+        return cls(rank, step, {loss.bucket: loss.slices for loss in first}, 1 - missing / total if total else 1)
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} is the first that lacks pushes of rank {self.rank}; what it had pushed of it counted "
+            f"for {100 * self.counted:.0f} %"
+        )
 
 
 @dataclass
@@ -63,6 +88,14 @@ class Losses:
             self._absent.discard(rank)
             self._known = {(each, bucket) for each, bucket in self._known if each != rank}
 
+    def lacking(self, rank: int, first: int) -> Lacking | None:
+        """What the first step without `rank` lacks, by what has been found from number `first` on."""
+        own: dict[str, Loss] = {}
+        for loss in list(self.found)[first:]:
+            if loss.rank == rank:
+                own.setdefault(loss.bucket, loss)  # later ones are of another loss
+        return Lacking.of(rank, list(own.values())) if own else None
+
     def log(self) -> None:
         """Logs what is new, once all of a step has come."""
         with self._lock:
@@ -71,14 +104,4 @@ class Losses:
                 return
             self._logged = len(self.found)
         for rank in sorted({loss.rank for loss in new}):
-            own = [loss for loss in new if loss.rank == rank]
-            # Buckets that its last step had already sent in full lack it one step later.
-            step = min(loss.step for loss in own)
-            missing, total = sum(loss.missing_bytes for loss in own if loss.step == step), sum(x.nbytes for x in own)
-            counted = 100 * (1 - missing / total) if total else 100
-            logger.warning(
-                "tfps: step %d is the first that lacks pushes of rank %d; what it had pushed of it counted for %.0f %%",
-                step,
-                rank,
-                counted,
-            )
+            logger.warning("tfps: %s", Lacking.of(rank, [loss for loss in new if loss.rank == rank]))

@@ -127,11 +127,12 @@ class Worker(UnderWay):
             if config.min_workers is not None:
                 Heartbeat("tfps-heartbeat", self._beat)
             join_s = deadline_s if resumed is None else min(deadline_s, time.monotonic() + _REJOIN_S)
+            # Before any frame may come.
+            self.captures = WorkerCaptures(self._recorder, self._client, self.specs, self._settings, self.losses)
             self._join(job, workers or 0, join_s, resumed)
             self._placer = Placer(self.view.pservers, config.placement)
             for pserver in self._pservers:
                 pserver.explain = self._explain
-            self.captures = WorkerCaptures(self._recorder, self._client, self.specs, self._settings)
             self._tuner = Tuner(config, self._client, self._queues, self._memory, self.tune)
             if self.newcomer is None:
                 # Ends when all workers have joined: everything above is built before any frame comes.
@@ -267,19 +268,20 @@ class Worker(UnderWay):
                 self._ended.add(rank)
             elif how == frames.SILENT:
                 self._silent.add(rank)
-            if not self._agree_view():
+            if not self._agree_view(what):
                 return
         workers = len(self.view.ranks), self.view.workers
         level = logging.DEBUG if ended else logging.WARNING  # others' programs soon end, too
         logger.log(level, "tfps: %s; the job goes on with %d of %d workers", what, *workers)
 
-    def _agree_view(self) -> bool:
+    def _agree_view(self, reason: str = "") -> bool:
         """Takes part with those whom all pservers have; returns whether that is a change. Caller holds the lock."""
         view = self.view
         ranks = tuple(sorted({*set.intersection(*self._present), self.rank}))
         if ranks != view.ranks:
             view = dataclasses.replace(view, generation=view.generation + 1, ranks=ranks)
             self._client.membership = dataclasses.replace(self._client.membership, view=view)
+            self.captures.note(view, reason)
             return True
         return False
 

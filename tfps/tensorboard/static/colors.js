@@ -14,6 +14,7 @@ const KINDS = {
   update: ["#e69f00", "#ffc140"],
   ready: ["#333333", "#dddddd"],
   step: ["#dfe3e8", "#3c434b"],
+  change: ["#7b3294", "#c9a3dc"],
 };
 // 9 stops of viridis; the darkest and the brightest are left out, so that both themes show all of them.
 const VIRIDIS = ["#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#e2e418"];
@@ -23,8 +24,11 @@ export const KIND_WORDS = {
   step: "step", forward: "forward", backward: "backward", gate: "waiting at a gate", input: "waiting for input",
   staging: "copy of a batch", ready: "gradient ready", queued: "in the send queue", wire: "on the wire",
   aggregate: "sum waits for all workers", reply_queued: "in the reply queue", reply_wire: "reply on the wire",
-  update: "update",
+  update: "update", change: "change of the view",
 };
+
+/** The colour of a kind. */
+export const colorOf = (kind, dark) => KINDS[kind][dark ? 1 : 0];
 
 /** A palette: colours, and which of them a span has. */
 export function palette(trace, by, dark) {

@@ -3,6 +3,8 @@
 import { bytes, el, time } from "./dom.js";
 import { KIND_WORDS } from "./colors.js";
 
+const SHOWN = 10; // gradients that lack slices
+
 /** The panel below a timeline; `timeline.selected` is what it is about. */
 export function detailsPanel(timeline) {
   const { trace, selected, followed } = timeline;
@@ -30,10 +32,24 @@ export function detailsPanel(timeline) {
   const heads = ["what", "where", "lane", "for", "after", "took", "size", ""];
   return el("section", { class: "details", "aria-label": "the selected slice" }, bar,
     el("div", { class: "rows" }, el("table", {},
-      el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))), el("tbody", {}, ...rows))));
+      el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))), el("tbody", {}, ...rows)),
+      ...(trace.kindOf(selected) === "change" ? ofChange(trace, selected) : [])));
 }
 
-function heading({ trace, selected }) {
+/** Who takes part from a change on, and what the first step without a lost worker lacks. */
+function ofChange(trace, span) {
+  const { note, lacking } = trace.viewOf(span);
+  const names = Object.entries(lacking).map(([name, slices]) => `${name} [${slices.join(", ")}]`);
+  const more = names.length > SHOWN ? ` and of ${names.length - SHOWN} more` : "";
+  return [
+    el("p", {}, `From here on ${trace.presentAfter(span)}.`),
+    note ? el("p", {}, `${note}. Slices without it: ${names.slice(0, SHOWN).join(", ")}${more}.`) : null,
+  ].filter((one) => one !== null);
+}
+
+function heading(timeline) {
+  const { trace, selected } = timeline;
+  if (trace.kindOf(selected) === "change") return timeline.labelOf(selected);
   const bucket = trace.bucket[selected];
   if (bucket < 0) return `${KIND_WORDS[trace.kindOf(selected)]}, step ${trace.step[selected]}`;
   const slice = trace.slice[selected];

@@ -5,6 +5,8 @@ export const AXIS = 22;
 const FLOW = ["ready", "queued", "wire", "aggregate", "reply_queued", "reply_wire", "update", "gate"];
 const LABEL_PIXELS = 46;
 const MAX_LABELS = 400;
+const CHANGE_ROW = 16;
+const MAX_CHANGE = 60; // characters of a label
 
 /** Position in `packed` of the first span of a row that ends after a time; the row is packed[from..to). */
 export function firstAfter(trace, packed, from, to, time) {
@@ -53,6 +55,7 @@ export function drawTimeline(context, view) {
   drawLabels(context, view, labels);
   if (view.highlighted) drawHighlighted(context, view);
   drawSteps(context, view);
+  drawChanges(context, view);
   if (view.followed.length) drawFlow(context, view);
   if (view.selected >= 0) outline(context, view, view.selected, theme.text, 2);
   if (view.hovered >= 0) outline(context, view, view.hovered, theme.text, 1);
@@ -208,6 +211,33 @@ function drawSteps(context, view) {
     if (x >= 0 && x <= view.width) context.fillRect(x, AXIS, 1, view.height);
   }
 }
+
+/** Lines through all lanes where the job's view changed, with labels that do not overlap. */
+function drawChanges(context, view) {
+  const { trace, theme } = view;
+  const color = view.colorOfChanges;
+  context.font = `11px ${theme.font}`;
+  context.textBaseline = "middle";
+  const until = []; // per row of labels
+  for (const span of trace.changes) {
+    const x = Math.round(view.xOf(trace.begin[span]));
+    if (x < 0 || x > view.width) continue;
+    context.fillStyle = color;
+    context.fillRect(x, AXIS, 2, view.height);
+    const text = shortened(view.labelOf(span));
+    const wide = context.measureText(text).width + 8;
+    const left = Math.max(Math.min(x, view.width - wide), 0);
+    let row = until.findIndex((end) => end <= left);
+    if (row < 0) row = until.length;
+    until[row] = left + wide + 4;
+    const y = AXIS + 2 + row * CHANGE_ROW;
+    context.fillRect(left, y, wide, CHANGE_ROW - 2);
+    context.fillStyle = readable(color);
+    context.fillText(text, left + 4, y + CHANGE_ROW / 2 - 0.5);
+  }
+}
+
+const shortened = (text) => (text.length > MAX_CHANGE ? `${text.slice(0, MAX_CHANGE - 1)}…` : text);
 
 function drawAxis(context, view) {
   const { theme, trace } = view;

@@ -121,7 +121,8 @@ class Page {
       if (panes !== this.panes) return;
       panes.forEach((pane, number) => {
         pane.summary = summaries[number];
-        pane.head.replaceChildren(summaryPanel(summaries[number], number ? summaries[0] : null, names.length > 1, (name) => this.search((this.find.value = name))));
+        pane.head.replaceChildren(summaryPanel(summaries[number], number ? summaries[0] : null, names.length > 1, (name) => this.search((this.find.value = name)),
+          (change) => pane.timeline.select(pane.trace.changes[change], true)));
       });
       this.state = "ready";
     } catch (error) {

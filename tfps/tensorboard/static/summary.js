@@ -4,8 +4,8 @@ import { bytes, el, percent, time } from "./dom.js";
 
 const SHOWN = 10;
 
-/** The panel above a timeline. @param other the summary whose figures this one's are compared with, or null; compared: there are two panes. */
-export function summaryPanel(summary, other, compared, onVariable) {
+/** The panel above a timeline. @param other the summary whose figures this one's are compared with, or null; compared: there are two panes; onChange gets the number of a change. */
+export function summaryPanel(summary, other, compared, onVariable, onChange) {
   const { totals } = summary;
   const steps = summary.steps.length;
   const base = other && { ...other.totals, steps: other.steps.length };
@@ -23,6 +23,9 @@ export function summaryPanel(summary, other, compared, onVariable) {
   if (totals.input_ns) cards.splice(3, 0, card("waiting for input", time(mean("input_ns")), percent(totals.input_ns / totals.duration_ns)));
   return el("section", { class: "summary", "aria-label": `summary of ${summary.name}` },
     el("p", { class: "limit" }, el("b", {}, "Limited by "), summary.limit),
+    summary.view ? el("p", { class: "view" }, el("b", {}, "At the start "), summary.view) : null,
+    ...summary.changes.map((change, number) => el("p", { class: "view" }, el("b", {}, "At "),
+      el("button", { class: "change", title: "show in the timeline", onclick: () => onChange(number) }, change))),
     el("div", { class: "cards" }, ...cards),
     el("details", { open: !compared }, el("summary", {}, "Variables, pservers, steps"),
       el("div", { class: "tables" }, variables(summary, onVariable), pservers(summary), eachStep(summary))),

@@ -1,6 +1,6 @@
 // One capture's timeline: lanes and where they are, what is seen of it, what is selected.
 
-import { KIND_WORDS, palette } from "./colors.js";
+import { colorOf, KIND_WORDS, palette } from "./colors.js";
 import { el, time, bytes } from "./dom.js";
 import { AXIS, drawTimeline, firstAfter } from "./draw.js";
 import { listen } from "./input.js";
@@ -96,6 +96,7 @@ export class Timeline {
   restyle() {
     this.theme = this.options.theme();
     this.palette = palette(this.trace, this.options.colorBy(), this.theme.dark);
+    this.colorOfChanges = colorOf("change", this.theme.dark);
     this.draw();
   }
 
@@ -131,8 +132,14 @@ export class Timeline {
     return { x, y, width, height, shown, collapsed };
   }
 
-  /** The span under a point of the canvas, or the nearest within some pixels, or -1. */
+  /** The span under a point of the canvas, or the nearest within some pixels, or the change whose line is there, or -1. */
   spanAt(x, y) {
+    const found = this.#inLanes(x, y);
+    const away = (span) => Math.abs(this.xOf(this.trace.begin[span]) - x);
+    return found >= 0 ? found : this.trace.changes.find((span) => away(span) <= NEAR) ?? -1;
+  }
+
+  #inLanes(x, y) {
     const down = y - AXIS + this.scroller.scrollTop;
     if (y < AXIS) return -1;
     for (const place of this.places.values()) {
@@ -309,7 +316,7 @@ export class Timeline {
   neighbour(by) {
     const { trace } = this;
     if (this.selected < 0) {
-      const [lane] = [...this.visibleLanes()].filter((place) => place.lane && place.lane.name !== "steps");
+      const [lane] = [...this.visibleLanes()].filter((place) => place.lane && !["steps", "view"].includes(place.lane.name));
       return lane ? [...lane.lane.spans].find((span) => trace.end[span] >= this.left) ?? -1 : -1;
     }
     const { spans } = trace.lane[this.selected];
@@ -330,6 +337,7 @@ export class Timeline {
     const { trace } = this;
     const kind = trace.kindOf(span);
     if (kind === "step") return `step ${trace.step[span]}`;
+    if (kind === "change") return `generation ${trace.viewOf(span).generation}: ${trace.viewOf(span).reason}`;
     const slice = trace.slice[span] >= 0 ? ` [${trace.slice[span]}]` : "";
     return trace.variableOf(span) + slice || kind;
   }
@@ -338,6 +346,10 @@ export class Timeline {
   describe(span) {
     const { trace } = this;
     const kind = trace.kindOf(span);
+    if (kind === "change") {
+      const { note } = trace.viewOf(span);
+      return [this.labelOf(span), trace.presentAfter(span), ...(note ? [note] : [])].join(" · ");
+    }
     const parts = [`${KIND_WORDS[kind] ?? kind}${kind === "step" ? "" : ` ${this.labelOf(span)}`}`];
     if (trace.end[span] > trace.begin[span]) parts.push(time(trace.end[span] - trace.begin[span]));
     if (trace.nbytes[span] >= 0) parts.push(bytes(trace.nbytes[span]));

@@ -2,7 +2,7 @@
 
 const NUMBERS = ["step", "bucket", "slice", "variable", "priority", "nbytes", "rank", "pserver"];
 // From top to bottom; lanes with other names come last.
-const LANES = ["steps", "compute", "gates", "input", "gradients", "queue", "to pserver", "updates", "aggregate",
+const LANES = ["view", "steps", "compute", "gates", "input", "gradients", "queue", "to pserver", "updates", "aggregate",
   "reply queue", "to worker"];
 
 export class Trace {
@@ -35,6 +35,9 @@ export class Trace {
     this.lane = new Array(this.count);
     for (const lane of this.lanes) for (const span of lane.spans) this.lane[span] = lane;
     this.steps = this.#steps();
+    this.views = content.views ?? []; // the first at the start, then one for each change
+    const change = this.kinds.indexOf("change");
+    this.changes = [...this.kind.keys()].filter((span) => this.kind[span] === change);
     this.first = this.steps.length ? this.steps[0].begin : 0;
     this.last = this.end.reduce((last, end) => Math.max(last, end), 0);
   }
@@ -48,6 +51,17 @@ export class Trace {
     if (this.bucket[span] < 0) return "";
     const bucket = this.buckets[this.bucket[span]];
     return this.variable[span] >= 0 ? bucket.variables[this.variable[span]] : bucket.name;
+  }
+
+  /** Who takes part from a change on, and why. */
+  viewOf(span) {
+    return this.views[this.changes.indexOf(span) + 1];
+  }
+
+  /** "workers 0, 2 take part", from a change on. */
+  presentAfter(span) {
+    const { ranks } = this.viewOf(span);
+    return `${ranks.length === 1 ? "worker" : "workers"} ${ranks.join(", ")} ${ranks.length === 1 ? "takes" : "take"} part`;
   }
 
   processOf(span) {
