@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import jobs
 import numpy as np
 import pytest
-from jobs import Cluster, attempt, bucket, declare, poll, push, summed, together
+from jobs import Cluster, Pending, attempt, bucket, declare, poll, push, summed, together
 
 from tfps.config import Config
-from tfps.errors import ConnectError, MismatchError, UnsupportedError, WaitTimeoutError
+from tfps.errors import ConnectError, MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import elastic
 from tfps.wire.send_queue import SILENT_S
 from tfps.worker.worker import Worker
@@ -29,6 +30,7 @@ class Job:
     """Three workers, of whom the last one is lost after two steps."""
 
     def __init__(self, cluster: Cluster, pservers: int = 2, config: Config = GOES_ON) -> None:
+        self.config = config
         self.cluster, self.addresses = cluster, cluster.pservers(pservers, 3)
         made = cluster.workers(self.addresses, 3, config=config)
         together(*(functools.partial(worker.declare, [], ["a line for newcomers"]) for worker in made))
@@ -50,7 +52,7 @@ class Job:
             assert words.wait().parts == {worker.rank: b"x" for worker in workers}
 
     def newcomer(self, rank: int | None = None) -> Worker:
-        return self.cluster.worker(self.addresses, rank, config=GOES_ON)
+        return self.cluster.worker(self.addresses, rank, config=self.config)
 
     def admit(self, *newcomers: Worker) -> list[list[int]]:
         """What all of them return."""
@@ -171,12 +173,60 @@ def test_a_full_job_takes_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPat
         assert why in str(error)
 
 
-@pytest.mark.parametrize("settings", [{"update": "server"}, {"mode": "diloco"}])
-def test_what_cannot_be_joined_is_named(cluster: Cluster, settings: dict[str, str]) -> None:
-    config = dataclasses.replace(GOES_ON, **settings)  # type: ignore[arg-type]
+def test_what_cannot_be_joined_is_named(cluster: Cluster) -> None:
+    config = dataclasses.replace(GOES_ON, mode="diloco")
     addresses = cluster.pservers(1, 2)
     made = cluster.workers(addresses, 2, config=config)
     made[1].close("SIGTERM")
     (error,) = attempt(functools.partial(cluster.worker, addresses, config=config))
     assert isinstance(error, UnsupportedError)
-    assert "with mode='sync' and update='worker' only" in str(error)
+    assert "with mode='sync' only" in str(error)
+
+
+SGD = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (750,), (False,))
+PARAMETERS = dataclasses.replace(bucket(3000, name="parameters"), update=SGD)
+
+
+def updated(workers: Sequence[Worker], step: int, mark: int = 0) -> list[Pending]:
+    """A step of the parameters, with gradients of ones."""
+    replies = [Pending() for _ in workers]
+    for worker, reply in zip(workers, replies, strict=True):
+        worker.push(3, ONES, reply, step_scalars=StepScalars(mark, (float(step), 0.25)).pack())
+    return replies
+
+
+@pytest.fixture
+def updating(cluster: Cluster) -> Job:
+    """A job whose pservers have parameters, after one step of the two workers that are left."""
+    job = Job(cluster, config=dataclasses.replace(GOES_ON, update="server"))
+    declare(job.workers, PARAMETERS)
+    job.workers[0].write(3, 0, 0, np.zeros(750, np.float32))
+    for reply in updated(job.workers, 0, mark=1):
+        assert summed(reply.wait()).tolist() == [-0.5] * 750
+    return job
+
+
+def test_pservers_keep_parameters_and_slots_while_a_worker_joins(updating: Job) -> None:
+    newcomer = updating.newcomer()
+    assert newcomer.declare([PARAMETERS]) == [3]
+    with newcomer.trying_out():
+        (alone,) = updated([newcomer], 0)
+    assert summed(alone.wait()).tolist() == [1.0] * 750  # what it has pushed
+    updating.admit(newcomer)
+    for reply in updated([*updating.workers, newcomer], 1):
+        assert summed(reply.wait()).tolist() == [-0.5 - 0.25 - 0.75] * 750
+
+
+def test_who_joins_as_the_first_writes_what_all_have_assigned(updating: Job) -> None:
+    updating.workers[0].close("SIGTERM")
+    (left,) = updating.workers = updating.workers[1:]
+    poll(lambda: left.view.ranks == (1,))
+    updated([left], 1)[0].wait()
+    newcomer = updating.newcomer(0)
+    assert newcomer.declare([PARAMETERS]) == [3]
+    updating.admit(newcomer)
+    (waits,) = updated([left], 2, mark=1)
+    newcomer.close("SIGTERM")  # before it has written anything
+    error = waits.error()
+    assert isinstance(error, WorkerLostError)
+    assert "rank 0 was lost while it wrote the values that all ranks have assigned" in str(error)
