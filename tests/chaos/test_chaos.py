@@ -85,6 +85,8 @@ class Plan:
         plan = cls(seed, draw.choice(KINDS), draw.choice(TRANSPORTS))
         if draw.random() < 0.6:
             plan._move_pservers(draw, epochs)
+        elif random.Random(f"update {seed}").random() < 0.5:  # apart: seeds that have failed stay what they are
+            plan.environment = {**plan.environment, "TFPS_UPDATE": "server"}
         present, away = set(range(WORKERS)), dict[int, int]()  # rank -> the epoch at whose beginning it comes back
         for epoch in range(epochs):
             joining = {rank for rank, back in away.items() if back == epoch}
@@ -142,6 +144,8 @@ class Plan:
         elif kind < 0.45:
             how, point = signal.SIGTERM, "before a push"
             step = epoch * STEPS + draw.randrange(STEPS - 2)  # it takes the batch that is announced, too
+        if "TFPS_UPDATE" in self.environment and point not in HANDING_OVER:
+            step = max(step, 1)  # in the first step rank 0 writes the values of all
         life.faults.append((step, point, how))
 
     def _admissions(self, rank: int, epoch: int) -> int:
