@@ -94,6 +94,9 @@ class Config:
             epoch ends. 0: never.
         min_workers: with how many workers training goes on when others are lost (docs/faults.md); None: the loss of a
             worker ends the job. With it, in mode "sync" with updates on the worker, training survives pservers as well.
+        snapshot_steps: with `min_workers` and `update="server"`, after how many steps workers take a snapshot of what
+            pservers keep, each of a part; they keep their gradients since then, and training survives the loss of
+            pservers. None: it does not. Each step more costs the memory of a gradient (docs/faults.md).
         rejoin_timeout_s: seconds that training waits for others to join when fewer than `min_workers` are left, or for
             a pserver to come back when none is left; and that one who joins waits until the others let it take part.
         on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
@@ -134,6 +137,7 @@ class Config:
     compression: str | Mapping[str, str] = "none"
     check_every: int = 100
     min_workers: int | None = None
+    snapshot_steps: int | None = None
     rejoin_timeout_s: float = 3600.0
     on_nonfinite: OnNonfinite = "pass"
     connect_timeout_s: float = 60.0
@@ -145,8 +149,9 @@ class Config:
 
     @property
     def outlives_pservers(self) -> bool:
-        """Whether workers go on with other pservers when one is lost: it must keep nothing that only it has."""
-        return self.min_workers is not None and (self.mode, self.update) == ("sync", "worker")
+        """Whether workers go on with other pservers when one is lost: they must have what it keeps."""
+        keeps_nothing = (self.mode, self.update) == ("sync", "worker")
+        return self.min_workers is not None and (keeps_nothing or self.snapshot_steps is not None)
 
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):
@@ -205,6 +210,10 @@ class Config:
             raise ConfigError(
                 f"min_workers must be a number of workers from 1, or None (all are needed), got {fewest!r}"
             )
+        if self.snapshot_steps is not None and (not _is_whole(self.snapshot_steps) or self.snapshot_steps < 1):
+            raise ConfigError(
+                f"snapshot_steps must be a number of steps from 1, or None (no snapshots), got {self.snapshot_steps!r}"
+            )
         if not _is_whole(every) or every < 0:
             raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
         for name in ("rejoin_timeout_s", "connect_timeout_s", "step_timeout_s"):
@@ -226,6 +235,14 @@ class Config:
             )
         if self.grace_s != Config.grace_s and self.quorum == 1:
             raise ConfigError(f"grace_s is for a quorum below 1: else all are waited for, got {self.grace_s!r}")
+        if self.snapshot_steps is not None:
+            given = (mode, update, self.min_workers is not None, self.compression)
+            if given != ("sync", "server", True, "none"):
+                raise ConfigError(
+                    "snapshot_steps is for mode='sync' with update='server' and min_workers, without compression, got "
+                    f"mode={mode!r}, update={update!r}, min_workers={self.min_workers!r} and "
+                    f"compression={self.compression!r}"
+                )
         if mode == "async" and update != "server":
             raise ConfigError(
                 f"mode='async' needs update='server', which applies each gradient as it comes, got {update!r}"
@@ -282,7 +299,7 @@ class Config:
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
                 size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
-                default = 0 if size or field.name in ("staleness", "min_workers") else field.default
+                default = 0 if size or field.name in ("staleness", "min_workers", "snapshot_steps") else field.default
                 values[field.name] = _parse(name, environment[name], default)
         return cls(**{**values, **explicit})
 

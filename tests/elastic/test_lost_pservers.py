@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jobs
@@ -70,9 +71,19 @@ def same(found: dict[int, Json], expected: Sequence[Json]) -> bool:
     return [w.tobytes() for w in found[0]["weights"]] == [w.tobytes() for w in expected]
 
 
+SERVER = {"TFPS_UPDATE": "server", "TFPS_SNAPSHOT_STEPS": "3"}
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Json]:
-    weights: Sequence[Json] = trained(tmp_path_factory.mktemp("undisturbed"), "arrays", {}, {})[0]["weights"]
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Sequence[Json]]:
+    """The weights without a fault, where pservers update or workers do."""
+
+    @functools.cache
+    def weights(on_server: bool) -> Sequence[Json]:
+        folder, more = tmp_path_factory.mktemp("undisturbed"), {"TFPS_UPDATE": "server"} if on_server else {}
+        found: Sequence[Json] = trained(folder, "arrays adam" if on_server else "arrays", {}, more)[0]["weights"]
+        return found
+
     return weights
 
 
@@ -105,6 +116,22 @@ CASES: dict[str, tuple[str, dict[int, list[Argument]], dict[str, str]]] = {
     "eagerly": ("eagerly", {1: [4, "in an announcement", KILL, [1]]}, {}),
     "in a custom loop": ("loop", {1: [3, "between slices", KILL, [0]]}, {}),
     "another one joins": ("arrays", {1: [3, "between slices", KILL, [1]]}, {"--join": "", "EPOCHS": "2"}),
+    "update on the server, between two slices": ("arrays adam", {1: [5, "between slices", KILL, [1]]}, SERVER),
+    "update on the server, the coordinator": ("arrays adam", {1: [7, "after the last push", KILL, [0]]}, SERVER),
+    "update on the server, in the first step": ("arrays adam", {2: [0, "between slices", KILL, [0]]}, SERVER),
+    "update on the server, in a validation": (
+        "arrays adam validation",
+        {0: [1, "in an evaluation", KILL, [2]]},
+        SERVER,
+    ),
+    "update on the server, in a save": ("arrays adam save", {0: [0, "in a save", KILL, [1]]}, SERVER),
+    "update on the server, stopped": ("arrays adam", {1: [3, "before a push", STOP, [1]]}, SERVER),
+    "update on the server, two at once": ("arrays adam", {0: [4, "before a push", KILL, [0, 2]]}, SERVER),
+    "update on the server, another one joins": (
+        "arrays adam",
+        {1: [3, "between slices", KILL, [1]]},
+        {**SERVER, "--join": ""},
+    ),
     "the only one comes back": (
         "arrays",
         {1: [3, "between slices", KILL, [0]]},
@@ -115,6 +142,7 @@ SOME = (  # in the quick suite
     "the coordinator, between two slices",
     "two at once",
     "the only one comes back",
+    "update on the server, between two slices",
 )
 
 
@@ -123,7 +151,7 @@ def _case(name: str) -> ParameterSet:
 
 
 @pytest.mark.parametrize("case", list(map(_case, CASES)))
-def test_a_pserver_is_lost(tmp_path: Path, undisturbed: Sequence[Json], case: str) -> None:
+def test_a_pserver_is_lost(tmp_path: Path, undisturbed: Callable[[bool], Sequence[Json]], case: str) -> None:
     kind, faults_of, more = CASES[case]
     found = trained(tmp_path, kind, faults_of, more)
-    assert same(found, undisturbed) or "TFPS_COMPRESSION" in more or kind in ("eagerly", "loop")
+    assert same(found, undisturbed("TFPS_UPDATE" in more)) or "TFPS_COMPRESSION" in more or kind in ("eagerly", "loop")

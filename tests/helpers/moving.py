@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from jobs import Cluster, Pending, bucket, poll, push, summed, together
 
-from tfps.config import Config
+from tfps.config import Config, Security
 from tfps.errors import PserverLostError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
+from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Array
@@ -98,11 +99,19 @@ class Job:
             self.servers[number].stop(0)
         poll(lambda: all(worker._worker is not old for worker, old in zip(self.workers, before, strict=True)))
 
-    def newcomer(self, rank: int) -> ElasticWorker:
+    def lose_to(self, lost: int, other: int) -> None:
+        """Ends a pserver; all go on with another one, which offers itself before."""
+        offer(self.servers[lost].address, self.servers[other].address, 3, Security())
+        address = self.servers[other].address
+        poll(lambda: all(address in [link.pserver for link in worker.links()] for worker in self.workers))
+        self.lose(lost)
+
+    def newcomer(self, rank: int, specs: Sequence[BucketSpec] = ()) -> ElasticWorker:
         """One more worker, which takes part from now on."""
         new = self.worker([server.address for server in self.servers], rank)
         assert new.candidate
-        assert new.declare(self.specs) == [GRADIENT, WORDS, TOTAL]
+        specs = specs or self.specs
+        assert new.declare(specs) == list(range(len(specs)))
         poll(lambda: all(worker.view.ranks == self.workers[0].view.ranks for worker in self.workers))
 
         def admit(worker: ElasticWorker) -> Sequence[int] | None:

@@ -31,6 +31,7 @@ class ParameterShard:
         ]
         self._viewed = viewed
         self._put: list[tuple[int, int, bytes]] = []  # number of the array, first byte, values
+        self._updated = False
         self._missing = [(0, nbytes)] if nbytes else []  # parameters without values: first byte, end
         self._runs = _runs(spec, first, items)
 
@@ -73,13 +74,15 @@ class ParameterShard:
         self._put = []
 
     def get(self, number: int, begin: int, nbytes: int) -> bytes:
-        """A copy of `nbytes` from `begin` on of array `number`, as of the last update."""
+        """A copy of `nbytes` from `begin` on of array `number`, as of the last update; before the first one, as put."""
         self._check(number, begin, nbytes)
+        if not self._updated:
+            self.take_put()
         return self._arrays[number].view(np.uint8)[begin : begin + nbytes].tobytes()
 
     def update(self, gradient: Buffer, scalars: StepScalars) -> memoryview:
         """Applies the rule to what is here; returns the new parameters, which change with the next update."""
-        parameters = self.parameters
+        parameters, self._updated = self.parameters, True
         slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=False)}
         named = dict(zip(self.spec.scalars, scalars.values, strict=True))
         rules.update(self.spec, self._runs, parameters, slots, np.frombuffer(gradient, np.float32), named)

@@ -40,6 +40,9 @@ class Report:
         default_factory=dict
     )  # whose pushes are in a bucket's last, if not all
     reason: str = ""
+    # Of buckets that pservers update: who have the parts of each snapshot that the worker has, by its step; nobody of
+    # what is not there yet, or what others have.
+    snapshots: Mapping[int, Mapping[int, Sequence[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,12 @@ class Regrouped:
     ranks: Sequence[int]
     pservers: Sequence[str]  # their addresses
     declarations: int  # that all have
-    steps: Sequence[int]  # of each bucket of these, how many replies the first has had
+    # Of each bucket of these, how many replies the first has had, or the step of the snapshot that it begins with.
+    steps: Sequence[int]
     results: Mapping[int, Result]  # of buckets whose last reply some lack: who gives it to them
     reason: str
     expected: Sequence[int]  # who took part, as somebody knew
+    gone: Sequence[int] = ()  # buckets whose state nobody has any more
 
 
 def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) -> Regrouped | None:
@@ -80,14 +85,33 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
         raise PserverLostError(f"no pserver answers all workers: {here[0].reason}")
     common = min(len(report.steps) for report in here)
     steps = [max(report.steps[bucket] for report in here) for bucket in range(common)]
-    results = {}
+    results, gone = {}, []
     for bucket, step in enumerate(steps):
-        if any(report.steps[bucket] < step for report in here):
+        if any(bucket in report.snapshots for report in here):
+            snapshot = _snapshot(bucket, present, here)
+            steps[bucket] = step if snapshot is None else snapshot
+            gone += [bucket] if snapshot is None else []
+        elif any(report.steps[bucket] < step for report in here):
             first = next(rank for rank in present if reports[rank].steps[bucket] == step)
             results[bucket] = Result(first, reports[first].results.get(bucket, sorted(reports[first].ranks)))
     generation = max(report.generation for report in here) + 1
     declarations = min(report.declarations for report in here)
-    return Regrouped(generation, present, pservers, declarations, steps, results, here[0].reason, sorted(expected))
+    reason = here[0].reason
+    return Regrouped(generation, present, pservers, declarations, steps, results, reason, sorted(expected), gone)
+
+
+def _snapshot(bucket: int, present: Sequence[int], here: Sequence[Report]) -> int | None:
+    """The step of the last snapshot from which `present` can go on; None: there is none.
+
+    All parts are needed, and all pushes since then.
+    """
+    held = [report.snapshots.get(bucket, {}) for report in here]
+    for step in sorted(set(held[0]).intersection(*held[1:]), reverse=True):
+        parts = set().union(*(each[step] for each in held))
+        began = all(report.steps[bucket] == step for report in here)
+        if step == 0 or parts == set(present) or (began and parts.issubset(present)):
+            return step
+    return None
 
 
 def _check_majority(present: Sequence[int], expected: Collection[int], here: Sequence[Report], known: bool) -> None:

@@ -404,12 +404,13 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class RegroupReply(_message.Message):
-    __slots__ = ["busy", "declarations", "expected", "failure", "generation", "known", "moving", "pservers", "ranks", "reason", "results", "steps", "workers"]
+    __slots__ = ["busy", "declarations", "expected", "failure", "generation", "gone", "known", "moving", "pservers", "ranks", "reason", "results", "steps", "workers"]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
     PSERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -423,6 +424,7 @@ class RegroupReply(_message.Message):
     expected: _containers.RepeatedScalarFieldContainer[int]
     failure: Failure
     generation: int
+    gone: _containers.RepeatedScalarFieldContainer[int]
     known: bool
     moving: bool
     pservers: _containers.RepeatedScalarFieldContainer[str]
@@ -431,7 +433,7 @@ class RegroupReply(_message.Message):
     results: _containers.RepeatedCompositeFieldContainer[Result]
     steps: _containers.RepeatedScalarFieldContainer[int]
     workers: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., gone: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegroupRequest(_message.Message):
     __slots__ = ["asks", "incarnation", "rank", "report", "timeout_s"]
@@ -448,7 +450,7 @@ class RegroupRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., asks: bool = ..., report: _Optional[_Union[Report, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ["declarations", "generation", "lost", "ranks", "reached", "reason", "refused", "results", "silent", "steps", "unreached"]
+    __slots__ = ["declarations", "generation", "lost", "ranks", "reached", "reason", "refused", "results", "silent", "snapshots", "steps", "unreached"]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +460,7 @@ class Report(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     SILENT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     UNREACHED_FIELD_NUMBER: _ClassVar[int]
     declarations: int
@@ -469,9 +472,10 @@ class Report(_message.Message):
     refused: _containers.RepeatedScalarFieldContainer[str]
     results: _containers.RepeatedCompositeFieldContainer[Result]
     silent: _containers.RepeatedScalarFieldContainer[int]
+    snapshots: _containers.RepeatedCompositeFieldContainer[Snapshot]
     steps: _containers.RepeatedScalarFieldContainer[int]
     unreached: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., silent: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., unreached: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., silent: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., unreached: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., snapshots: _Optional[_Iterable[_Union[Snapshot, _Mapping]]] = ...) -> None: ...
 
 class RestReply(_message.Message):
     __slots__ = ["failure"]
@@ -512,7 +516,7 @@ class Resumed(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "staleness", "update", "window_bytes"]
+    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "snapshot_steps", "staleness", "update", "window_bytes"]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     DELAY_COMPENSATION_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
@@ -530,6 +534,7 @@ class Settings(_message.Message):
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     REJOIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SLICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_STEPS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -550,10 +555,11 @@ class Settings(_message.Message):
     quorum: float
     rejoin_timeout_s: float
     slice_bytes: int
+    snapshot_steps: int
     staleness: int
     update: str
     window_bytes: int
-    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., rejoin_timeout_s: _Optional[float] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., quorum: _Optional[float] = ..., grace_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., snapshot_steps: _Optional[int] = ..., rejoin_timeout_s: _Optional[float] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., quorum: _Optional[float] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ["fd", "host", "secret"]
@@ -564,6 +570,16 @@ class SharedMemory(_message.Message):
     host: str
     secret: bytes
     def __init__(self, host: _Optional[str] = ..., fd: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ["bucket", "ranks", "step"]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    step: int
+    def __init__(self, bucket: _Optional[int] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ["buckets", "changes", "cpu_s", "errors", "failure", "generation", "job", "jobs", "joined_workers", "lost_workers", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]

@@ -146,9 +146,10 @@ class Elastic(abc.ABC):
                 raise ConnectError("no job is under way there: give its workers the address when you start them")
             if not self._shard.config.outlives_pservers:
                 raise UnsupportedError(
-                    "a pserver can join a job with min_workers, mode='sync' and update='worker' only; its workers have "
-                    f"min_workers={self._shard.config.min_workers}, mode={self._shard.config.mode!r} and "
-                    f"update={self._shard.config.update!r}"
+                    "a pserver can join a job with min_workers and mode='sync', which updates on workers or has "
+                    f"snapshot_steps; its workers have min_workers={self._shard.config.min_workers}, "
+                    f"mode={self._shard.config.mode!r}, update={self._shard.config.update!r} and "
+                    f"snapshot_steps={self._shard.config.snapshot_steps}"
                 )
             self._log(f"is offered pserver {address}")
             self._announce(Header(Kind.OFFER), address.encode())

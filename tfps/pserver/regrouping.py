@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tfps.config import Security, check_address
@@ -163,4 +163,12 @@ def _report(message: pb.Report) -> Report:
         steps=tuple(message.steps),
         results={each.bucket: tuple(each.ranks) for each in message.results},
         reason=message.reason,
+        snapshots=_snapshots(message.snapshots),
     )
+
+
+def _snapshots(messages: Iterable[pb.Snapshot]) -> dict[int, dict[int, Sequence[int]]]:
+    found: dict[int, dict[int, Sequence[int]]] = {}
+    for each in messages:
+        found.setdefault(each.bucket, {})[each.step] = tuple(each.ranks)
+    return found

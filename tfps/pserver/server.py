@@ -279,6 +279,7 @@ class ParameterServer:
             ],
             reason=outcome.reason,
             expected=outcome.expected,
+            gone=outcome.gone,
         )
 
     def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:

@@ -90,7 +90,7 @@ class Shard:
                 if self.config.applies_each_push:
                     bucket.scalars = RankScalars(spec.name, spec.update, self.view)
                 else:
-                    bucket.scalars = RoundScalars(spec.name, spec.update)
+                    bucket.scalars = RoundScalars(spec.name, spec.update, step)
             if spec.kind == "sum":
                 bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer, step))
             elif self._placer.place_gather() == self.index:

@@ -181,7 +181,7 @@ class SumSlice(RoundSlice):
         self.round, self._scalars, self._codec = round_, scalars, round_.format.codec
         feeds_back = parameters is None and self._codec is not None and self._codec.feeds_back
         self._residual: Floats | None = np.zeros(self.nbytes // 4, np.float32) if feeds_back else None
-        self._writer = 0  # the rank that writes what the program assigns
+        self._writer = round_.view.ranks[0]  # the rank that writes what the program assigns
         self._targets: dict[int, Target] = {}  # of the ranks whose answer goes to shared memory
 
     def change_view(self, view: View, upcoming: Container[int] = ()) -> list[Answer]:
@@ -286,10 +286,10 @@ class GatherSlice(RoundSlice):
 class RoundScalars:
     """The scalars of a bucket's current step, from all ranks; any thread."""
 
-    def __init__(self, name: str, spec: UpdateSpec) -> None:
+    def __init__(self, name: str, spec: UpdateSpec, step: int = 0) -> None:
         self.name, self.spec = name, spec
         self._lock = threading.Lock()  # guards the next two
-        self._step = 0
+        self._step = step
         self._by_rank: dict[int, StepScalars] = {}
 
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:

@@ -131,7 +131,7 @@ def memory_message(offer: Offer | None) -> pb.SharedMemory | None:
 def config_of(settings: pb.Settings) -> Config:
     """The reverse of `settings_of`, with the first sizes in place of "auto"."""
     values = {field.name: getattr(settings, field.name) for field in settings.DESCRIPTOR.fields}
-    unset = {name: None for name in ("staleness", "min_workers") if not settings.HasField(name)}
+    unset = {name: None for name in ("staleness", "min_workers", "snapshot_steps") if not settings.HasField(name)}
     return Config(**{**values, **unset})
 
 

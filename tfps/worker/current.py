@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tfps.exchange.interface import Captures, Payload, Reply
+from tfps.exchange.interface import Captures, Reply
 from tfps.membership.view import View
-from tfps.types import Array
 from tfps.worker.worker import Worker
 
 
@@ -48,12 +47,6 @@ class CurrentWorker:
 
     def progress(self, bucket: int) -> float:
         return self._worker.progress(bucket)
-
-    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
-        self._worker.write(bucket, array, begin, values)
-
-    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
-        return self._worker.read(bucket, array, begin, nbytes)
 
     def steps(self, bucket: int) -> int:
         return self._worker.steps(bucket)

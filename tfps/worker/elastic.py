@@ -2,7 +2,7 @@
 
 Such a job keeps nothing on its pservers but rounds under way. So a lost pserver ends the job there; its workers meet,
 agree where each bucket is, and begin the job anew: see tfps/membership/regrouping.py. What a worker has pushed is kept
-until the reply, and the reply until the next one, by reference.
+until the reply, and the reply until the next one, by reference; of what pservers update more (tfps/worker/kept.py).
 
 Tested in tests/worker/test_lost_pservers.py, tests/worker/test_lost_meanwhile.py and
 tests/elastic/test_lost_pservers.py.
@@ -14,11 +14,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -49,7 +48,9 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Buffer, Options
 from tfps.worker.current import CurrentWorker
+from tfps.worker.kept import ElasticBucket, Push, kept
 from tfps.worker.meeting import meet, pservers_now
+from tfps.worker.replaying import Replaying
 from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
@@ -63,27 +64,7 @@ _MOST_CONNECT_S = 15.0  # for all to begin anew, once they have met
 _SAID_S = 10.0  # between log lines of a wait
 
 
-@dataclass(eq=False, slots=True)
-class _Push:
-    """What has been pushed and not been answered."""
-
-    payload: Payload | None  # as it was given: a newcomer gets the same object back (Reply.sum)
-    on_reply: OnReply
-    collects: bool = False  # residuals: see State.collect_residual
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A bucket, as it goes from one `Worker` to the next."""
-
-    lock: threading.RLock = field(default_factory=threading.RLock)  # guards all below
-    worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
-    pushes: deque[_Push] = field(default_factory=deque)
-    replies: int = 0
-    last: Reply = field(default_factory=Reply)
-
-
-class ElasticWorker(CurrentWorker):
+class ElasticWorker(CurrentWorker, Replaying):
     """An `Exchange` over one `Worker` after the other. The constructor is that of `Worker`."""
 
     def __init__(
@@ -99,7 +80,7 @@ class ElasticWorker(CurrentWorker):
         self.config, self._recorder, self._job = config, recorder, job
         self._security = Security.of_worker(config)
         self._failures = FailureState()
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[ElasticBucket] = []
         self._lines: list[str] = []  # details of declarations without buckets, in order
         self._latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()  # declaration
         self._changed = threading.Condition()  # guards what follows
@@ -112,6 +93,7 @@ class ElasticWorker(CurrentWorker):
         self._expected: Sequence[int] = ()  # who did when a pserver was lost last, as somebody knew
         self._tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this candidate has declared
         self._tries_out = False
+        self._to_replay: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._ended: set[int] = set()  # whose programs have ended, in earlier views
         self._over = threading.Event()  # failed or closed
         self._worker = self._first_worker(rank, workers)
@@ -193,6 +175,8 @@ class ElasticWorker(CurrentWorker):
                     self._know(worker)
                     for number, bucket in enumerate(self._buckets):
                         bucket.replies = worker.steps(number)
+                        if bucket.kept is not None:
+                            bucket.kept.begin(bucket.replies)
 
             worker.on_joined = joined
             return worker.take_part(training)
@@ -212,6 +196,10 @@ class ElasticWorker(CurrentWorker):
                 worker = self._call(lambda now: now)
                 try:
                     found = worker.admit(candidates)
+                    for bucket in self._buckets if found is not None else ():
+                        with bucket.lock:
+                            if bucket.kept is not None:  # who joins has what comes after this
+                                bucket.kept.take(self.rank, worker)
                     with self._changed:
                         self._ended.difference_update(worker.view.ranks)
                     return found
@@ -272,51 +260,68 @@ class ElasticWorker(CurrentWorker):
 
     def _know(self, worker: Worker) -> None:
         """Knows all buckets that `worker` has. Caller holds the lock."""
-        self._buckets += [_Bucket(worker=worker) for _ in worker.specs()[len(self._buckets) :]]
+        first, every = len(self._buckets), self.config.snapshot_steps
+        for number, spec in enumerate(worker.specs()[first:], first):
+            self._buckets.append(ElasticBucket(kept(number, spec, every), worker=worker))
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
-        if step_scalars:
-            raise TypeError("no bucket has an update here")
-        self._push(bucket, _Push(payload, on_reply))
+        self._push(bucket, Push(payload, on_reply, step_scalars=step_scalars))
 
     def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
-        self._push(bucket, _Push(None, on_reply, collects=True))
+        self._push(bucket, Push(None, on_reply, collects=True))
 
-    def _push(self, number: int, push: _Push) -> None:
+    def _push(self, number: int, push: Push) -> None:
         bucket = declared(self._buckets, number)
         with bucket.lock:
             # Under the lock: either this sees the end, or the end sees this push.
             if (end := self._failures.end) is None:
+                self._check_there(number)
                 bucket.pushes.append(push)
+                if (kept := self._kept_of(bucket)) is not None:
+                    replays = not kept.all_given
+                    kept.add(push)
+                    if replays:
+                        return  # it comes after those before it
                 if bucket.worker is not None:
                     try:
                         self._give(number, bucket.worker, push)
                     except TfpsError:
                         bucket.pushes.remove(push)
+                        if kept is not None:
+                            kept.drop_last()
                         raise
         if end is not None:
             push.on_reply(Reply(error=end))
 
-    def _give(self, number: int, worker: Worker, push: _Push) -> None:
-        def take(reply: Reply) -> None:
-            self._take(number, worker, push, reply)
+    def _give(self, number: int, worker: Worker, push: Push) -> None:
+        """Gives `push` to `worker`. Caller holds the bucket's lock."""
+        kept = self._kept_of(self._buckets[number])
+        try:
+            if kept is not None:
+                kept.give(self.rank, worker)
+            push.give(number, worker, functools.partial(self._take, number, worker, push))
+        except _LATER:
+            if kept is None or not self._is_lost(worker):  # else all is given again
+                raise
 
-        if push.collects:
-            worker.collect_residual(number, take)
-        else:
-            worker.push(number, push.payload, take)
-
-    def _take(self, number: int, worker: Worker, push: _Push, reply: Reply) -> None:
+    def _take(self, number: int, worker: Worker, push: Push, reply: Reply) -> None:
         """Takes a reply, unless the push is for another worker now, or will be."""
         bucket = self._buckets[number]
         with bucket.lock:
-            if bucket.worker is not worker or push not in bucket.pushes:
+            if bucket.worker is not worker or (reply.error is not None and self._goes_on(reply.error)):
                 return
-            if reply.error is not None and self._goes_on(reply.error):
+            if (kept := self._kept_of(bucket)) is not None and reply.error is None:
+                replays = not kept.all_given
+                kept.answered(reply.step, reply.ranks)
+                if replays:
+                    self._to_replay.put(number)
+            if push not in bucket.pushes:  # it has been answered before
+                with self._changed:
+                    self._changed.notify_all()
                 return
             bucket.pushes.remove(push)
             if reply.error is None:
-                bucket.last = reply
+                bucket.last = reply if kept is None else bucket.last
                 bucket.replies = bucket.replies + 1 if worker.candidate else reply.step + 1
         push.on_reply(reply)
 
@@ -363,11 +368,13 @@ class ElasticWorker(CurrentWorker):
 
     def _answer(self, error: TfpsError) -> None:
         self._over.set()
+        self._to_replay.put(None)
         with self._changed:
             self._changed.notify_all()
         for bucket in list(self._buckets):
             with bucket.lock:
-                pushes, bucket.pushes = list(bucket.pushes), deque()
+                pushes = list(bucket.pushes)
+                bucket.pushes.clear()
             for push in pushes:
                 push.on_reply(Reply(error=error))
 
@@ -417,10 +424,11 @@ class ElasticWorker(CurrentWorker):
     def _go_on(self, old: Worker, again: Callable[[Worker, str], None], error: TfpsError) -> None:
         """Goes on with other pservers; on its own thread."""
         try:
+            threading.Thread(target=old.close, name="tfps-hang-up", daemon=True).start()
+            self._to_replay.put(None)
             for bucket in self._buckets:  # nothing that comes from now on counts
                 with bucket.lock:
                     bucket.worker = None
-            threading.Thread(target=old.close, name="tfps-hang-up", daemon=True).start()
             again(old, str(error))
         except TfpsError as failure:
             self._end(failure)
@@ -507,6 +515,11 @@ class ElasticWorker(CurrentWorker):
                 if sorted(bucket.last.ranks) != everybody
             ],
             reason=reason,
+            snapshots=[
+                pb.Snapshot(bucket=number, step=step, ranks=snapshot.ranks)
+                for number, bucket in enumerate(self._buckets)
+                for step, snapshot in ({} if bucket.kept is None else bucket.kept.snapshots).items()
+            ],
         )
 
     def _worker_with(self, reply: pb.RegroupReply, uid: str) -> Worker:
@@ -520,15 +533,22 @@ class ElasticWorker(CurrentWorker):
             resumed=Resumed(self._first, reply.generation, tuple(reply.ranks), tuple(reply.pservers), reply.reason),
         )
 
-    def _restore(self, new: Worker, old: Worker, reply: pb.RegroupReply) -> list[tuple[_Push, Reply]]:
+    def _restore(self, new: Worker, old: Worker, reply: pb.RegroupReply) -> list[tuple[Push, Reply]]:
         """Lets `new` go on where the replies of `old` have ended; returns pushes that are answered now."""
         steps, specs = list(reply.steps), old.specs()
         results = {each.bucket: each for each in reply.results}
         ahead, (latest, details) = self._declarations > reply.declarations, self._latest
         lines = self._lines[: len(self._lines) - len(details)] if ahead and not latest else self._lines
-        new.resume(specs[: len(steps)], lines, [step - (n in results) for n, step in enumerate(steps)])
-        for number, step in enumerate(steps):
+        new.resume(specs[: len(steps)], [step - (n in results) for n, step in enumerate(steps)])
+        for number, (bucket, step) in enumerate(zip(self._buckets, steps, strict=False)):
             new.take_residual(number, old, step)
+            if (kept := bucket.kept) is not None:
+                if number in reply.gone:
+                    bucket.gone = True
+                    kept.begin(step)
+                else:
+                    kept.restore(step, new)
+        new.resume_lines(lines)  # from then on all ranks have written their parts
         found = self._exchange_results(new, results)
         if ahead:
             new.declare(latest, details)  # the others do so now, again
@@ -560,8 +580,9 @@ class ElasticWorker(CurrentWorker):
         for number, bucket in enumerate(self._buckets):
             with bucket.lock:
                 bucket.worker = new
-                for push in list(bucket.pushes):
+                for push in list(bucket.pushes) if self._kept_of(bucket) is None else ():
                     self._give(number, new, push)
+        self._begin_replay(new)
         new.add_failure_listener(functools.partial(self._failed, new))
 
     def _exchange_results(self, new: Worker, results: Mapping[int, pb.Result]) -> dict[int, Reply]:

@@ -411,13 +411,14 @@ class Worker(UnderWay):
                 self._joined.skip(len(specs))
             return self._add(specs)
 
-    def resume(self, specs: Sequence[BucketSpec], lines: Sequence[str], steps: Sequence[int]) -> None:
-        """Declares all that the job had declared before its pservers changed, each bucket from its step on.
-
-        `lines`: the details of declarations without buckets.
-        """
+    def resume_lines(self, lines: Sequence[str]) -> None:
+        """Declares the details of declarations without buckets; returns when all ranks have."""
         with self._declaring:
             self._client.declare([], lines, self.config.connect_timeout_s)
+
+    def resume(self, specs: Sequence[BucketSpec], steps: Sequence[int]) -> None:
+        """Declares all buckets that the job had declared before its pservers changed, each from its step on."""
+        with self._declaring:
             self._client.declare(specs, [], self.config.connect_timeout_s, steps=steps)
             self._add(specs)
             for bucket, step in zip(self._buckets, steps, strict=True):

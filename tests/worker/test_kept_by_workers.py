@@ -1,0 +1,190 @@
+"""Jobs whose pservers update outlive these: workers keep snapshots, and their pushes since then."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jobs
+import moving
+import numpy as np
+import pytest
+from jobs import Cluster, Pending, attempt, poll, summed
+from moving import ITEMS
+
+from tfps.config import Config
+from tfps.errors import TfpsError, WorkerLostError
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.types import Array
+from tfps.worker.elastic import ElasticWorker
+
+RATE, MOMENTUM = np.float32(0.25), np.float32(0.5)
+SGD = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (ITEMS,), (False,))
+MODEL = [3, 4]  # the numbers of two buckets that pservers update
+SPECS = [BucketSpec((name,), "sum", 4 * ITEMS, "float32", 0, update=SGD) for name in "ab"]
+
+
+def config(every: int) -> Config:
+    return dataclasses.replace(moving.CONFIG, update="server", snapshot_steps=every)
+
+
+class Training(moving.Job):
+    """Workers that train a model, and what it should be."""
+
+    def __init__(self, cluster: Cluster, every: int = 3, pservers: int = 2) -> None:
+        super().__init__(cluster, pservers=pservers, config=config(every))
+        self.declare(SPECS)
+        self.parameters: dict[int, Array] = {n: self.random.normal(size=ITEMS).astype(np.float32) for n in MODEL}
+        self.slots: dict[int, Array] = {number: np.zeros(ITEMS, np.float32) for number in MODEL}
+        self.steps, self.assigned = 0, True
+
+    def assign(self) -> None:
+        """All programs assign new parameters."""
+        for each in self.parameters.values():
+            each += np.float32(1)
+        self.assigned = True
+
+    def push(self, worker: ElasticWorker, number: int, gradient: Array) -> Pending:
+        """As `bring` in runtime/remote.py."""
+        if self.assigned and worker.rank == worker.view.ranks[0]:
+            worker.write(number, 0, 0, self.parameters[number])
+        reply, mark = Pending(), 7 if self.assigned else 0
+        scalars = StepScalars(mark, (float(self.steps), float(RATE)))
+        worker.push(number, gradient, reply, step_scalars=scalars.pack())
+        return reply
+
+    def begin_step(self, workers: int = 3) -> list[list[tuple[Pending, Array]]]:
+        """A step of the model that the first `workers` have pushed."""
+        found = []
+        for number in MODEL:
+            gradients = [self.random.normal(size=ITEMS).astype(np.float32) for _ in self.workers]
+            pushed = zip(self.workers[:workers], gradients, strict=False)
+            found.append([(self.push(worker, number, each), each) for worker, each in pushed])
+        return found
+
+    def end_step(self, pushed: list[list[tuple[Pending, Array]]]) -> None:
+        """All workers get what one process has."""
+        for number, each in zip(MODEL, pushed, strict=True):
+            total = functools.reduce(np.add, [gradient for _, gradient in each])
+            self.slots[number] = self.slots[number] * MOMENTUM - total * RATE
+            self.parameters[number] = self.parameters[number] + self.slots[number]
+            for pending, _ in each:
+                np.testing.assert_array_equal(summed(pending.wait()), self.parameters[number])
+        self.steps, self.assigned = self.steps + 1, False
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.end_step(self.begin_step())
+
+    def check_slots(self) -> None:
+        for worker in self.workers:
+            for number in MODEL:
+                slots = worker.read(number, 1, 0, 4 * ITEMS).view(np.float32)
+                np.testing.assert_array_equal(slots, self.slots[number])
+
+    def kept(self) -> list[int]:
+        """How many pushes each worker keeps of the first bucket."""
+        found = [worker._buckets[MODEL[0]].kept for worker in self.workers]
+        return [len(each._log) for each in found if each is not None]
+
+
+@pytest.fixture(
+    params=["both", pytest.param("grpc", marks=pytest.mark.long), pytest.param("tcp", marks=pytest.mark.long)]
+)
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    jobs.use(request.param, monkeypatch)
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_training_goes_on_where_it_was(cluster: Cluster, every: int, steps: int) -> None:
+    job = Training(cluster, every)
+    job.train(steps)
+    job.lose(0)
+    if steps:
+        job.check_slots()
+    job.train(2)
+    job.servers[0] = cluster.pserver(3)
+    job.lose_to(1, 0)
+    job.train(2 * every + 1)
+    job.check_slots()
+
+
+@pytest.mark.parametrize("pushed", [1, 2])
+def test_a_step_in_flight_is_done_once(cluster: Cluster, pushed: int) -> None:
+    job = Training(cluster)
+    job.train(4)
+    step = job.begin_step(pushed)
+    job.lose(1)
+    for number, each in zip(MODEL, step, strict=True):
+        for worker in job.workers[pushed:]:
+            gradient = job.random.normal(size=ITEMS).astype(np.float32)
+            each.append((job.push(worker, number, gradient), gradient))
+    job.end_step(step)
+    job.train(1)
+    job.check_slots()
+
+
+def test_what_all_have_assigned_is_written_again_where_it_was(cluster: Cluster) -> None:
+    job = Training(cluster, every=4)
+    job.train(2)
+    job.assign()
+    job.train(1)
+    job.lose(0)
+    job.check_slots()
+    job.train(2)
+
+
+def test_no_more_is_kept_than_asked_for(cluster: Cluster) -> None:
+    job = Training(cluster, every=3)
+    for _ in range(8):
+        job.train(1)
+        assert max(job.kept()) <= 3 + 1
+
+
+def test_workers_that_are_left_keep_all_after_their_next_step(cluster: Cluster) -> None:
+    job = Training(cluster, every=50)
+    job.train(3)
+    job.workers.pop(0).close("SIGTERM")
+    poll(lambda: all(worker.view.ranks == (1, 2) for worker in job.workers))
+    job.train(2)
+    job.lose(0)
+    job.train(2)
+    job.check_slots()
+
+
+def test_a_newcomer_has_its_part_after_its_first_step(cluster: Cluster) -> None:
+    job = Training(cluster, every=50)
+    job.train(3)
+    job.workers.pop(0).close("SIGTERM")
+    poll(lambda: all(worker.view.ranks == (1, 2) for worker in job.workers))
+    job.train(2)
+    job.newcomer(0, [*job.specs, *SPECS])
+    job.workers.sort(key=lambda worker: worker.rank)  # the order of additions
+    job.train(2)
+    job.lose(0)
+    job.train(2)
+    job.check_slots()
+
+
+def test_a_worker_and_a_pserver_together_end_the_job_by_name(cluster: Cluster) -> None:
+    job = Training(cluster, every=50)
+    job.train(3)
+    job.workers.pop(0).close("SIGTERM")
+    poll(lambda: all(worker.view.ranks == (1, 2) for worker in job.workers))
+    job.lose(0)
+    with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept of 'a'"):
+        job.workers[0].read(MODEL[0], 1, 0, 4)
+
+    def push(worker: ElasticWorker) -> Exception:
+        try:
+            return job.push(worker, MODEL[0], np.zeros(ITEMS, np.float32)).error()
+        except TfpsError as error:
+            return error
+
+    for error in attempt(*(functools.partial(push, worker) for worker in job.workers)):
+        assert isinstance(error, WorkerLostError)

@@ -1,0 +1,151 @@
+"""What a worker keeps of a bucket that pservers update, so that others can go on with it (`Config.snapshot_steps`).
+
+A **snapshot** is what pservers have before a step: parameters and slots, of which each worker takes a part. With it a
+worker keeps its pushes since then. When a pserver is lost, the workers write their parts to the next ones and push
+again: the same rounds, with the same results, while their programs wait. No worker goes back. (Checkpoints with message
+logging: Elnozahy et al., https://doi.org/10.1145/568522.568525.)
+
+Tested in tests/worker/test_kept_by_workers.py and tests/elastic/test_lost_pservers.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tfps.exchange.codecs import ITEM_BYTES
+from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply
+from tfps.types import Array
+from tfps.worker.worker import Worker
+
+
+class Write(NamedTuple):
+    """Values that replace a part of an array, from byte `begin` on."""
+
+    array: int
+    begin: int
+    values: bytes
+
+
+@dataclass(eq=False, slots=True)
+class Push:
+    """What has been pushed."""
+
+    payload: Payload | None  # as it was given: a newcomer gets the same object back (Reply.sum)
+    on_reply: OnReply
+    collects: bool = False  # residuals: see State.collect_residual
+    step_scalars: bytes = b""
+    writes: Sequence[Write] = ()  # before it
+
+    def give(self, number: int, worker: Worker, take: OnReply) -> None:
+        """Gives it to `worker`."""
+        for write in self.writes:
+            worker.write(number, *write)
+        if self.collects:
+            worker.collect_residual(number, take)
+        else:
+            worker.push(number, self.payload, take, self.step_scalars)
+
+
+class Snapshot(NamedTuple):
+    """A part of each array, from byte `begin` on; `ranks` have the parts."""
+
+    ranks: tuple[int, ...] = ()
+    begin: int = 0
+    values: Sequence[Array] = ()
+
+
+class Kept:
+    """Snapshots of bucket `number` and the pushes since the oldest one. The caller holds the bucket's lock."""
+
+    def __init__(self, number: int, arrays: int, nbytes: int, every: int) -> None:
+        self._number, self._arrays, self._items, self._every = number, arrays, nbytes // ITEM_BYTES, every
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Begins at `step`, before which this worker has nothing: nobody has, or others."""
+        self.snapshots = {step: Snapshot()}
+        self.writes: list[Write] = []  # before the next push
+        self._log: deque[Push] = deque()
+        self._first = self.given = self.replies = step  # the first push here, and the next to give and to be answered
+        self._ranks: tuple[int, ...] = ()  # whose pushes are in the last reply
+
+    @property
+    def all_given(self) -> bool:
+        return self.given == self._first + len(self._log)
+
+    def add(self, push: Push) -> None:
+        push.writes, self.writes = self.writes, []
+        self._log.append(push)
+
+    def drop_last(self) -> None:
+        """Takes back what was added last and could not be given."""
+        self._log.pop()
+
+    @property
+    def next(self) -> Push:
+        """The next to give."""
+        return self._log[self.given - self._first]
+
+    def give(self, rank: int, worker: Worker) -> None:
+        """Takes a snapshot if it is time, before the next push goes to `worker`."""
+        due = (self.given + self._number) % self._every == 0  # not of all buckets at once
+        # Where who takes part has changed, what a lost rank had is gone, and a new one has nothing. All ranks see the
+        # same replies, so they decide alike.
+        if due or self._ranks != self.snapshots[max(self.snapshots)].ranks:
+            self.take(rank, worker)
+        self.given += 1
+
+    def take(self, rank: int, worker: Worker) -> None:
+        """Takes the part of `rank` of a snapshot before the next push: until then nothing changes on pservers."""
+        if self.given in self.snapshots:
+            return
+        place, count = self._ranks.index(rank), len(self._ranks)
+        begin, end = (ITEM_BYTES * (self._items * each // count) for each in (place, place + 1))
+        values = [worker.read(self._number, array, begin, end - begin) for array in range(self._arrays)]
+        self.snapshots[self.given] = Snapshot(self._ranks, begin, values)
+
+    def answered(self, step: int, ranks: Collection[int]) -> None:
+        """A push has been answered. All ranks have what they had to take before it, and need nothing older."""
+        self._ranks, self.replies = tuple(sorted(ranks)), step + 1
+        if step in self.snapshots:
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        self.snapshots = {each: snapshot for each, snapshot in self.snapshots.items() if each >= step}
+        while self._first < step:
+            self._log.popleft()
+            self._first += 1
+
+    def restore(self, step: int, worker: Worker) -> None:
+        """Writes this rank's part of the snapshot before `step`; all pushes since then are to be given again."""
+        snapshot = self.snapshots[step]
+        self._forget(step)
+        self.snapshots, self._ranks = {step: snapshot}, snapshot.ranks
+        self.given = self.replies = step
+        for array, values in enumerate(snapshot.values):
+            if len(values):
+                worker.write(self._number, array, snapshot.begin, values)
+
+
+def kept(number: int, spec: BucketSpec, every: int | None) -> Kept | None:
+    """What is kept of a bucket; None: it has no update, or no snapshots are taken."""
+    if spec.update is None or every is None:
+        return None
+    return Kept(number, 1 + len(spec.update.slots), spec.nbytes, every)
+
+
+@dataclass(slots=True)
+class ElasticBucket:
+    """A bucket, as it goes from one `Worker` to the next."""
+
+    kept: Kept | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)  # guards all
+    worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
+    pushes: deque[Push] = field(default_factory=deque)  # that have not been answered
+    replies: int = 0
+    last: Reply = field(default_factory=Reply)
+    gone: bool = False  # whether nobody has what pservers kept
