@@ -57,6 +57,11 @@ def batches(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarr
         yield x[begin : begin + BATCH], y[begin : begin + BATCH]
 
 
+def turned(number: int, count: int) -> int:
+    """Which of `count` batches has this number in a stream, which turns them by one each time that all were there."""
+    return (number + number // count) % count
+
+
 def epochs_of(kind: str) -> list[list[int]]:
     """The numbers of the batches of each epoch in plain Keras, whose random state is that of a model just built."""
     count, found = math.ceil(SAMPLES / BATCH), list[list[int]]()
@@ -67,6 +72,8 @@ def epochs_of(kind: str) -> list[list[int]]:
             found.append(order[4:])
             continue
         order = list(range(count))
+        if "endless" in kind or ("yielded" in kind and "finite" not in kind):
+            order = [turned(epoch * count + number, count) for number in order]
         if "reordered" in kind:
             order = reordered = [reordered[number] for number in np.random.permutation(count)]
         if "pydataset" in kind and "shuffled" in kind:
@@ -96,10 +103,10 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
         more["callbacks"].append(keras.callbacks.ModelCheckpoint(folder / "model.keras"))
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     if "pydataset" in kind:
-        kinds = {"reordered": Reordered, "counting": Counting}
+        kinds = {"reordered": Reordered, "counting": Counting, "endless": Endless}
         data = next((kinds[each] for each in kinds if each in kind), Batches)(x, y)
         data.workers = 2 if "workers" in kind else 1
-        steps = 4 if "part" in kind else None
+        steps = 4 if "part" in kind else len(data) if "endless" in kind else None
         save_history(folder, strategy, model.fit(data, shuffle="shuffled" in kind, steps_per_epoch=steps, **more))
     elif "dataset repeated" in kind:
         model.fit(dataset.repeat(), steps_per_epoch=int(dataset.cardinality()), **more)
@@ -109,7 +116,8 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
         model.fit(Batches(x, y), shuffle=False, **more)
     elif "yielded" in kind:
         forever = None if "finite" in kind else math.ceil(SAMPLES / BATCH)
-        yielded = (batch for _ in range(EPOCHS if forever else 1) for batch in batches(x, y))
+        each = list(batches(x, y))
+        yielded = (each[turned(number, len(each))] for number in range(len(each) * (EPOCHS if forever else 1)))
         save_history(folder, strategy, model.fit(yielded, steps_per_epoch=forever, **more))
     elif "loop" in kind:
         model.optimizer.build(model.trainable_variables)
@@ -166,6 +174,15 @@ class Reordered(Batches):
     def on_epoch_end(self) -> None:
         order = np.random.permutation(len(self.batches))
         self.batches = [self.batches[number] for number in order]
+
+
+class Endless(Batches):
+    """A stream of the batches."""
+
+    num_batches = None
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.batches[turned(index, len(self.batches))]
 
 
 class Counting(Batches):

@@ -37,6 +37,8 @@ CASES = {
     "PyDataset, after an epoch, shuffled": ("pydataset joined shuffled", 1, [0, 5]),
     "PyDataset with workers": ("pydataset joined workers reordered", 0, [1, 2]),
     "PyDataset with workers, shuffled": ("pydataset joined workers shuffled", 1, [1, 2]),
+    "PyDataset with workers, without end": ("pydataset joined workers endless adam", 1, [1, 1]),
+    "PyDataset, without end, between epochs": ("pydataset joined endless", 0, [0, 3]),
     "PyDataset, epochs of a part, within one": ("pydataset joined part shuffled", 1, [0, 2]),
     "PyDataset, epochs of a part, after the data": ("pydataset joined part", 0, [0, 3]),
     "generator": ("yielded joined adam", 1, [1, 1]),
