@@ -7,8 +7,10 @@ lossy.py FOLDER plain RANK      plain Keras, without the rows that rank RANK saw
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +57,32 @@ def batches(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarr
         yield x[begin : begin + BATCH], y[begin : begin + BATCH]
 
 
+def turned(number: int, count: int) -> int:
+    """Which of `count` batches has this number in a stream, which turns them by one each time that all were there."""
+    return (number + number // count) % count
+
+
+def epochs_of(kind: str) -> list[list[int]]:
+    """The numbers of the batches of each epoch in plain Keras, whose random state is that of a model just built."""
+    count, found = math.ceil(SAMPLES / BATCH), list[list[int]]()
+    order: list[int] = []
+    reordered = list(range(count))
+    for epoch in range(EPOCHS):
+        if "part" in kind and epoch % 2:  # after an epoch of four steps, the next one finds the end of the data
+            found.append(order[4:])
+            continue
+        order = list(range(count))
+        if "endless" in kind or ("yielded" in kind and "finite" not in kind):
+            order = [turned(epoch * count + number, count) for number in order]
+        if "reordered" in kind:
+            order = reordered = [reordered[number] for number in np.random.permutation(count)]
+        if "pydataset" in kind and "shuffled" in kind:
+            random.shuffle(order)
+        end = 4 if "part" in kind else 2 if "finite" in kind and epoch else count  # Keras begins with two it has seen
+        found.append(order[:end])
+    return found
+
+
 def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks.Callback | None, folder: Path) -> None:
     x, y = training.digits(SAMPLES)
     more: dict[str, Argument] = {"epochs": EPOCHS, "verbose": 0, "callbacks": [fault] if fault else []}
@@ -62,24 +90,37 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
         more["callbacks"].append(WaitsForNewcomer(strategy))
     if "assigned" in kind:
         more["callbacks"].append(keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: assign_again(model)))
-    if "shuffled" in kind:  # what these find decides how training goes on
+    if "shuffled" in kind and "arrays" in kind:  # what these find decides how training goes on
         more["callbacks"].append(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0))
         stopping = keras.callbacks.EarlyStopping("accuracy", patience=100, mode="min", restore_best_weights=True)
         more["callbacks"].append(stopping)
     if "backup" in kind:
         more["callbacks"].append(keras.callbacks.BackupAndRestore(folder / "backup", save_freq=2))
-    if "validation" in kind:
+    if "validation" in kind and "pydataset" in kind:
+        more["validation_data"] = Batches(*training.digits(60))
+    elif "validation" in kind:
         more["validation_data"] = training.digits(60)
         more["validation_batch_size"] = 13
     if "save" in kind:
         more["callbacks"].append(keras.callbacks.ModelCheckpoint(folder / "model.keras"))
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    if "dataset repeated" in kind:
+    if "pydataset" in kind:
+        kinds = {"reordered": Reordered, "counting": Counting, "endless": Endless}
+        data = next((kinds[each] for each in kinds if each in kind), Batches)(x, y)
+        data.workers = 2 if "workers" in kind else 1
+        steps = 4 if "part" in kind else len(data) if "endless" in kind else None
+        save_history(folder, strategy, model.fit(data, shuffle="shuffled" in kind, steps_per_epoch=steps, **more))
+    elif "dataset repeated" in kind:
         model.fit(dataset.repeat(), steps_per_epoch=int(dataset.cardinality()), **more)
     elif "dataset" in kind:
         model.fit(dataset, **more)
     elif "generator" in kind:
         model.fit(Batches(x, y), shuffle=False, **more)
+    elif "yielded" in kind:
+        forever = None if "finite" in kind else math.ceil(SAMPLES / BATCH)
+        each = list(batches(x, y))
+        yielded = (each[turned(number, len(each))] for number in range(len(each) * (EPOCHS if forever else 1)))
+        save_history(folder, strategy, model.fit(yielded, steps_per_epoch=forever, **more))
     elif "loop" in kind:
         model.optimizer.build(model.trainable_variables)
         data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
@@ -94,8 +135,12 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
             for batch in data:
                 strategy.run(step, args=batch)
     else:
-        history = model.fit(x, y, batch_size=BATCH, shuffle="shuffled" in kind, **more).history
-        (folder / f"history{cast(Worker, strategy._runtime.exchange).rank}.json").write_text(json.dumps(history))
+        save_history(folder, strategy, model.fit(x, y, batch_size=BATCH, shuffle="shuffled" in kind, **more))
+
+
+def save_history(folder: Path, strategy: tfps.Strategy, fitted: keras.callbacks.History) -> None:
+    name = f"history{cast(Worker, strategy._runtime.exchange).rank}.json"
+    (folder / name).write_text(json.dumps(fitted.history))
 
 
 def assign_again(model: Model) -> None:
@@ -129,6 +174,33 @@ class Batches(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self.batches[index]
+
+
+class Reordered(Batches):
+    """Puts its batches into another order after each epoch, as many programs do."""
+
+    def on_epoch_end(self) -> None:
+        order = np.random.permutation(len(self.batches))
+        self.batches = [self.batches[number] for number in order]
+
+
+class Endless(Batches):
+    """A stream of the batches."""
+
+    num_batches = None
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.batches[turned(index, len(self.batches))]
+
+
+class Counting(Batches):
+    """Gives another batch when it is asked again, as one that draws from a random generator without a seed."""
+
+    asked = -2  # Keras looks at two batches first
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        self.asked += 1
+        return self.batches[max(self.asked, 0) % len(self.batches)]
 
 
 def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
@@ -175,8 +247,11 @@ def plain(folder: Path, rank: str) -> None:
     found = pickle.loads((folder / f"rank{rank}.pickle").read_bytes())
     counted = {(lost, bucket): (step, slices) for lost, bucket, step, slices in found["losses"]}
     x, y = training.digits(SAMPLES)
-    steps = [batch for _ in range(EPOCHS) for batch in batches(x, y)]
-    epoch = len(steps) // EPOCHS
+    all_batches = list(batches(x, y))
+    build()  # draws numbers
+    steps = [all_batches[number] for order in epochs_of(found["kind"]) for number in order]
+    keras.backend.clear_session()  # names begin anew
+    epoch = len(all_batches)
     ended: dict[int, int] = {}
     if "loop" in found["kind"]:  # a loop of its own asks for the rows when it takes a step, not when it announces it
         ended = {

@@ -15,6 +15,7 @@ from jobs import Cluster
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 240.0
+SCRIPT = "../elastic/lossy.py"
 
 
 # What is trained, the number of the worker that is lost, and the step (of an epoch) after which it is there again.
@@ -34,35 +35,31 @@ CASES = {
     "rank 0, update on the server, after an epoch": ("arrays joined adam server assigned", 0, [0, 5]),
     "update on the server, compressed": ("arrays joined server compressed", 0, [1, 2]),
     "too few are left, update on the server": ("arrays few server", 1, [9, 9]),
+    "where an epoch of data that goes on begins with an agreed batch": ("dataset repeated joined", 1, [0, 4]),
+    "PyDataset": ("pydataset joined reordered adam", 1, [1, 2]),
+    "PyDataset, after an epoch": ("pydataset joined reordered validation", 0, [0, 5]),
+    "PyDataset, shuffled": ("pydataset joined shuffled", 0, [1, 2]),
+    "PyDataset, after an epoch, shuffled": ("pydataset joined shuffled", 1, [0, 5]),
+    "PyDataset with workers": ("pydataset joined workers reordered", 0, [1, 2]),
+    "PyDataset with workers, shuffled": ("pydataset joined workers shuffled", 1, [1, 2]),
+    "PyDataset with workers, without end": ("pydataset joined workers endless adam", 1, [1, 1]),
+    "PyDataset, without end, between epochs": ("pydataset joined endless", 0, [0, 3]),
+    "PyDataset, epochs of a part, within one": ("pydataset joined part shuffled", 1, [0, 2]),
+    "PyDataset, epochs of a part, after the data": ("pydataset joined part", 0, [0, 3]),
+    "generator": ("yielded joined adam", 1, [1, 1]),
+    "generator, between epochs": ("yielded joined", 0, [0, 3]),
+    "generator without steps_per_epoch": ("yielded finite joined", 1, [0, 3]),
+    "generator that has ended": ("yielded finite joined", 0, [0, 5]),
 }
 
 
-SOME = ("rank 0, update on the server", "too few are left")  # in the quick suite
+SOME = ("rank 0, update on the server", "too few are left", "PyDataset", "generator")  # in the quick suite
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in SOME else pytest.mark.long) for case in CASES])
 def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, case: str) -> None:
     kind, lost, after = CASES[case]
-    addresses = cluster.pservers(2, 3)
-    environment = {
-        "TFPS_MIN_WORKERS": "3" if "few" in kind else "1",
-        "TFPS_SLICE_BYTES": "2048",
-        "EPOCHS": "4",
-        "JOIN_AFTER": json.dumps(after),
-        "PYTHONPATH": f"{HERE}{os.pathsep}{processes.PYTHONPATH}",
-    }
-    if "server" in kind:
-        environment["TFPS_UPDATE"] = "server"
-    if "compressed" in kind:
-        environment["TFPS_COMPRESSION"] = "topk:0.1"
-    script = "../elastic/lossy.py"
-    fault = {lost: (1, "between slices", signal.SIGKILL)}
-    arguments = [[str(tmp_path), kind, json.dumps(fault.get(rank))] for rank in range(3)]
-    with processes.started(script, addresses, 3, arguments, **environment) as started:
-        started[lost].communicate(timeout=TIMEOUT_S)
-        own = processes.worker_environment(addresses, lost, 3, **environment)
-        started[lost] = processes.start(script, str(tmp_path), kind, "null", environment=own)
-        results = processes.finish(started, TIMEOUT_S)
+    results, environment = killed_and_back(cluster, tmp_path, kind, lost, after)
     text = "\n".join(output for _, output in results)
     assert [code for code, _ in results] == [0, 0, 0], text
     found = [pickle.loads((tmp_path / f"rank{rank}.pickle").read_bytes()) for rank in range(3)]
@@ -78,16 +75,50 @@ def test_a_killed_worker_comes_back(cluster: Cluster, tmp_path: Path, case: str)
         # The step in flight, and up to two batches that were agreed on.
         assert sum(ranks == (0, 2) for ranks in found[first]["divided"]) <= 3, found[first]["divided"]
     assert "takes part from now on, with 3 workers" in results[lost][1]
-    if "arrays" in kind:
+    if "dataset " not in kind or "pydataset" in kind:
         histories = [json.loads((tmp_path / f"history{rank}.json").read_text()) for rank in range(3)]
         assert histories[0] == histories[1] == histories[2]
         assert len(histories[0]["loss"]) == 4
 
-    if "shuffled" in kind or "compressed" in kind:
-        return  # plain Keras has another order, and all of each gradient
-    plain = processes.start(script, str(tmp_path), "plain", str(first), environment=environment)
+    if ("arrays" in kind and "shuffled" in kind) or "compressed" in kind:
+        return  # plain Keras has another order, or all of each gradient
+    plain = processes.start(SCRIPT, str(tmp_path), "plain", str(first), environment=environment)
     ((code, output),) = processes.finish([plain], TIMEOUT_S)
     assert code == 0, output
     for mine, its in zip(found[0]["weights"], pickle.loads((tmp_path / "plain.pickle").read_bytes()), strict=True):
         said = f"{found[first]['divided']} {found[first]['losses']}"
         np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5, err_msg=said)
+
+
+@pytest.mark.long
+def test_one_that_makes_other_batches_ends_all(cluster: Cluster, tmp_path: Path) -> None:
+    results, _ = killed_and_back(cluster, tmp_path, "pydataset joined counting", 1, [1, 2])
+    assert all(code for code, _ in results)
+    for _, output in results:
+        assert "a worker that joins must make the batches that the others make, but in batch" in output
+
+
+def killed_and_back(
+    cluster: Cluster, folder: Path, kind: str, lost: int, after: list[int]
+) -> tuple[list[tuple[int, str]], dict[str, str]]:
+    """What three workers end with of which one is lost and started again, and their environment."""
+    addresses = cluster.pservers(2, 3)
+    environment = {
+        "TFPS_MIN_WORKERS": "3" if "few" in kind else "1",
+        "TFPS_SLICE_BYTES": "2048",
+        "EPOCHS": "4",
+        "JOIN_AFTER": json.dumps(after),
+        "PYTHONPATH": f"{HERE}{os.pathsep}{processes.PYTHONPATH}",
+    }
+    if "server" in kind:
+        environment["TFPS_UPDATE"] = "server"
+    if "compressed" in kind:
+        environment["TFPS_COMPRESSION"] = "topk:0.1"
+    fault = {lost: (1, "between slices", signal.SIGKILL)}
+    arguments = [[str(folder), kind, json.dumps(fault.get(rank))] for rank in range(3)]
+    with processes.started(SCRIPT, addresses, 3, arguments, **environment) as started:
+        started[lost].communicate(timeout=TIMEOUT_S)
+        own = processes.worker_environment(addresses, lost, 3, **environment)
+        started[lost] = processes.start(SCRIPT, str(folder), kind, "null", environment=own)
+        results = processes.finish(started, TIMEOUT_S)
+    return results, environment

@@ -45,6 +45,8 @@ class _Staged:
     whole: Whole | None = None
     opened = 0  # how often it has been iterated over
     skipping = 0  # batches of the next iterator that others have taken
+    reads_skipped = True  # whether the next iterator begins with these: they are read and thrown away
+    open_elsewhere = False  # whether the others have the next iterator already
     cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
@@ -85,20 +87,22 @@ class _Staged:
         stage = Stage(self.staging, element_spec, on_devices=self.on_devices)
         # If the data is not divided, this worker iterates alone.
         skipped, self.skipping = self.skipping, 0
-        chosen = itertools.islice(chosen, skipped, None) if skipped else chosen
-        cut, ranks = (extended.own_part, extended.agreed_ranks(known=skipped > 0)) if cuts else (None, ())
+        chosen = itertools.islice(chosen, skipped, None) if skipped and self.reads_skipped else chosen
+        is_open, self.open_elsewhere = self.open_elsewhere, False
+        cut, ranks = (extended.own_part, extended.agreed_ranks(known=is_open)) if cuts else (None, ())
         feed = Feed(
             self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks, skipped
         )
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
-    def open_until(self, count: int, skipping: int = 0) -> None:
+    def open_until(self, count: int, skipping: int, *, reads_skipped: bool, open_elsewhere: bool) -> None:
         """Iterates until it has been done `count` times: each time its data may have another order.
 
-        The next time it begins after the first `skipping` batches.
+        The next time it begins after the first `skipping` batches; without `reads_skipped` its data does by itself.
+        `open_elsewhere`: that is an iterator which the others have already.
         """
-        self.skipping = skipping
+        self.skipping, self.reads_skipped, self.open_elsewhere = skipping, reads_skipped, open_elsewhere
         for _ in range(count - self.opened):
             with tf.device(HOST):
                 for source in self.sources:

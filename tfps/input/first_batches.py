@@ -92,6 +92,12 @@ def of_own(group: Sequence[Structure]) -> int:
     return -1 - digest([each.numpy() for each in tensors])
 
 
+def of_whole(batch: Structure) -> int:
+    """Returns the digest of a batch that all ranks make."""
+    flat = tf.nest.flatten(batch, expand_composites=True)
+    return digest([each.numpy() for each in flat if _has_bytes(each)])
+
+
 def digest(tensors: Sequence[Array]) -> int:
     """Returns a number of `_PARTS` times `_BITS` bits, the lowest of which says whether a part can tell an order."""
     parts = [tensors[:1], tensors[-1:] if len(tensors) > 1 else [], tensors[1:-1]]
@@ -107,8 +113,12 @@ def _digest(tensors: Sequence[Array]) -> int:
     return (checksum >> (33 - _BITS) << 1) + tells if tensors else 0
 
 
-def check(digests: Array) -> None:
-    """Compares the ranks' digests of what should be one batch, or of their own ones, which should differ."""
+def check(digests: Array, ranks: Sequence[int] = (), position: int = 0) -> None:
+    """Compares the ranks' digests of what should be one batch, or of their own ones, which should differ.
+
+    Raises:
+        MismatchError: ranks have made different batches.
+    """
     if (digests == NOTHING).any() or ((digests < 0) != (digests[0] < 0)).any():
         return
     own = digests[0] < 0
@@ -119,11 +129,19 @@ def check(digests: Array) -> None:
         if all(same) and any(part[0] & 1 for part in parts):
             _warn_once()
     elif not all(same) and not any(equal and part[0] & 1 for equal, part in zip(same, parts, strict=True)):
-        other = int(np.flatnonzero(digests != digests[0])[0])
+        ranks = ranks or range(len(digests))
+        first, other = ranks[0], ranks[int(np.flatnonzero(digests != digests[0])[0])]
+        if position:  # only the first batch of one who has joined is compared there
+            raise MismatchError(
+                f"a worker that joins must make the batches that the others make, but in batch {position} rank {other} "
+                f"has other data than rank {first}. A PyDataset must give the same batch for the same number, and a "
+                "generator yield the same batches when it begins anew: let them draw from random generators of their "
+                "own with a seed, not from numpy's or Python's"
+            )
         raise MismatchError(
             f"the first batch of an epoch must have the same data on all ranks, but rank {other} has other data than "
-            "rank 0: each rank makes the whole batch and trains on its own rows of it, so rows would be missing and "
-            "others used twice. Shuffle alike on all ranks: create datasets after tfps.Strategy, or call "
+            f"rank {first}: each rank makes the whole batch and trains on its own rows of it, so rows would be missing "
+            "and others used twice. Shuffle alike on all ranks: create datasets after tfps.Strategy, or call "
             "keras.utils.set_random_seed(1) first; give generators of your own a seed. For data that is meant to "
             "differ between ranks use AutoShardPolicy.FILE or OFF, or strategy.distribute_datasets_from_function. "
             "Config(check_every=0) or TFPS_CHECK_EVERY=0 turns this check off"

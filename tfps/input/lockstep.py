@@ -58,6 +58,7 @@ class IteratorProgress:
     meets: bool  # the ranks synchronize at the first batch that eager code takes
     foresees: bool  # the end of the data is known before the next batch is requested
     whole: bool = False  # each rank has the whole batch, and knows its part when the ranks that take it are known
+    begin: int = 0  # the first position here: others have taken those before
     gone: bool = False
     place: int | None = None  # index among the iterators in lockstep, the same on all ranks
     asked: int = 0  # number of positions requested
@@ -67,6 +68,8 @@ class IteratorProgress:
     stops: bool = False  # whether some rank has no batch at position `agreed`
     allowed: int | None = None  # batches that may be read so far; None: all
     first: int = first_batches.NOTHING  # digest of the first batch
+    digest_of: Callable[[int], int] | None = None  # the digest of a staged batch, by key
+    joined: int | None = None  # the first position that somebody takes who has joined; the ranks compare that batch
     end: int | None = None  # the first position without a batch; `error` is the reason
     error: str = ""
     over: bool = False  # END has been answered
@@ -85,7 +88,7 @@ class IteratorProgress:
     def allow(self, batches: int) -> None:
         """Notes that so many more may be read; only these can be announced ahead."""
         with self.lockstep.changes(self):
-            self.allowed = (self.allowed or 0) + batches
+            self.allowed = (self.begin if self.allowed is None else self.allowed) + batches
 
     def staged(self, position: int, key: int) -> None:
         """Notes that the batch at `position` is ready."""
@@ -160,8 +163,9 @@ class Lockstep:
     ) -> IteratorProgress:
         """Follows the iterator with this unique `number`, negative for a loop inside a function."""
         with self._lock:
-            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, foresees, whole)
+            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, foresees, whole, begin)
             progress.asked = progress.known = progress.owed = begin
+            progress.joined = begin or None
         return progress
 
     @contextlib.contextmanager
@@ -224,17 +228,18 @@ class Lockstep:
                 self._stopped.set()
 
     @property
-    def pauses(self) -> bool:
-        """Whether the program must stop for those who want to join, now or after batches that are announced already."""
-        return self._pause is not None
-
-    @property
     def taken(self) -> int | None:
         """How many batches have been taken before the program must stop, if it must now."""
         with self._lock:
             if self._pause is None or self._pause[0].asked <= self._pause[1]:
                 return None
             return self._pause[1] + 1
+
+    def compare_next(self) -> None:
+        """While the program has stopped: the next batch is the first of one who joins, so the ranks compare it."""
+        with self._lock:
+            if self._pause is not None:
+                self._pause[0].joined = self._pause[1] + 1
 
     def resume(self) -> None:
         """Announces batches again."""
@@ -285,7 +290,7 @@ class Lockstep:
                     f"the workers must take batches in the same order, got {shown}; every worker must run "
                     "the same program (and after Ctrl-C at different steps a new strategy)"
                 )
-            first_batches.check(digests)
+            first_batches.check(digests, ranks, position)
             if progress.whole and (rows != rows[own]).any():
                 each = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks, rows, strict=True))
                 raise MismatchError(
@@ -376,9 +381,14 @@ class Lockstep:
             code = progress.code(position)
             if code is None or position > progress.agreed or progress.place is None:
                 return
+            digest = first_batches.NOTHING if position else progress.first
+            if position == progress.joined and progress.digest_of is not None and code not in (_NONE, _FAILED):
+                if (key := progress.ready.get(position)) is not None:
+                    digest = progress.digest_of(key)
+                elif not progress.gone:  # it will be staged soon
+                    return
             self._owed.popleft()
             place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)
-            digest = first_batches.NOTHING if position else progress.first
             joins = self.admits and self.runtime.exchange.joining.told
             own = np.array([code, place, rows, digest, joins], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.

@@ -21,7 +21,7 @@ from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
 from tfps.graph.tf_private import eagerly
-from tfps.input.first_batches import NOTHING, FirstBatches, of_own
+from tfps.input.first_batches import NOTHING, FirstBatches, of_own, of_whole
 from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Function, Structure, Value
@@ -213,6 +213,8 @@ class Feed:
             self._progress = staging.lockstep.follow(
                 self.number, batches, self._answer, meets=meets, whole=cut is not None, begin=skipped
             )
+            if self._compares and cut is not None:
+                self._progress.digest_of = lambda key: of_whole(self._whole[key][0])
             for _ in range(staging.depth):
                 self._room.put(1)
 

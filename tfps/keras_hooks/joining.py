@@ -22,12 +22,19 @@ import tensorflow as tf
 from tfps.collectives import AllGather, Broadcast
 from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
 from tfps.graph.patches import BaseStrategy
-from tfps.keras_hooks import random_numbers
+from tfps.keras_hooks import python_data, random_numbers
 from tfps.keras_hooks.hooks import for_callbacks, replaces
-from tfps.keras_hooks.keras_private import begin_at, distributed_dataset, repeats
+from tfps.keras_hooks.keras_private import (
+    begin_at,
+    continues,
+    distributed_dataset,
+    has_read,
+    known_batches,
+    set_known_batches,
+)
 from tfps.keras_hooks.variables import RemoteVariable
 from tfps.runtime.remote import RemoteParameter, RemoteSlot
-from tfps.types import Array, Batches, Callback, Function, Json, Model, Variable
+from tfps.types import Array, Batches, Callback, Function, Json, Model, Value, Variable
 
 logger = logging.getLogger("tfps")
 _ASK_S = 0.5  # between two questions who wants to join
@@ -68,8 +75,8 @@ def _begin_epoch(
     extended = strategy.extended
     if extended.admits and not extended.sharding.in_epoch:
         extended.epoch = epoch
-        anew = extended.epochs.steps_per_epoch is None  # else others have agreed on its first batch already
-        if not extended.just_joined and (anew or extended.staging.lockstep.pauses):
+        anew = not has_read(extended.epochs)  # else others may have agreed on its first batch already
+        if not extended.just_joined and (anew or extended.staging.lockstep.taken is not None):
             _admit(strategy, callbacks, 0)
         extended.just_joined = False
         _let_others_in(strategy, extended.epochs.steps_per_execution == 1)
@@ -97,11 +104,7 @@ def _let_others_in(strategy: BaseStrategy, between_steps: bool) -> None:
 def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
     extended, model = strategy.extended, callbacks.model
     epochs, runtime = extended.epochs, extended.runtime
-    if epochs is None or not repeats(epochs) or not hasattr(distributed_dataset(epochs), "opened"):
-        raise UnsupportedError(
-            "a worker can join a job under way where it can make the batches of the others: give fit arrays or a "
-            "tf.data.Dataset, no generator or PyDataset"
-        )
+    python_data.check(epochs)
     logger.info("tfps: this worker joins a job under way, and waits until the others let it take part")
     with extended.exchange.joining.trying_out():
         one_step = strategy.experimental_distribute_dataset(_one_batch(distributed_dataset(epochs)))
@@ -117,18 +120,35 @@ def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
         _hand_over(strategy, callbacks, joins=True)
     extended.just_joined = True
     model.reset_metrics()
+    _combine_metrics(strategy, model)
 
 
 def _one_batch(dataset: Batches) -> tf.data.Dataset:
     """A batch of zeros as those of `dataset`, which is not read: reading may change the order of its epochs."""
 
-    def zeros(spec: tf.TypeSpec) -> tf.Tensor:
-        if not isinstance(spec, tf.TensorSpec):
-            raise UnsupportedError(f"a worker can join a job under way whose batches are dense tensors, got {spec}")
-        return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
+    def zeros(spec: tf.TypeSpec) -> Value:
+        known = isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec))
+        if not known or spec.shape.rank is None:
+            raise UnsupportedError(
+                "a worker can join a job under way whose batches are dense, ragged or sparse tensors of known rank, "
+                f"got {spec}"
+            )
+        shape = [1 if size is None else size for size in spec.shape]
+        if isinstance(spec, tf.SparseTensorSpec):
+            nothing = tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype)
+            return tf.SparseTensor(*nothing, dense_shape=shape)
+        dense = tf.zeros(shape, spec.dtype)
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_tensor(
+                dense, ragged_rank=spec.ragged_rank, row_splits_dtype=spec.row_splits_dtype
+            )
+        return dense
 
+    spec = dataset.sources[0].element_spec
     with tf.device("CPU:0"):
-        return tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, dataset.sources[0].element_spec))
+        batch = tf.nest.map_structure(zeros, spec)
+        # Of the same spec, so that steps are not traced anew: `from_tensors` would know all sizes.
+        return tf.data.Dataset.from_generator(lambda: iter([batch]), output_signature=spec)
 
 
 def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
@@ -138,12 +158,13 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
     joining.told = False
     if candidates := _candidates(strategy):
         extended.combiner.refresh()
-        if not batch and extended.epochs.steps_per_epoch is None and not lockstep.settle(runtime.wait_s):
+        if not batch and not has_read(extended.epochs) and not lockstep.settle(runtime.wait_s):
             raise WaitTimeoutError("the end of an epoch's data was not announced in time for a worker to join")
         runtime.settle(runtime.wait_s)
         if (others := joining.admit(candidates)) is not None:
             with extended.aligned(others):
                 _hand_over(strategy, callbacks, batch, joins=False)
+            _combine_metrics(strategy, callbacks.model)
     lockstep.resume()
 
 
@@ -176,7 +197,12 @@ def _candidates(strategy: BaseStrategy) -> list[int]:
 def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, joins: bool) -> None:
     """Gives those who join the state of the others, before `batch` of the epoch; all ranks call it."""
     extended, model = strategy.extended, callbacks.model
-    runtime, lockstep, dataset = extended.runtime, extended.staging.lockstep, distributed_dataset(extended.epochs)
+    runtime, lockstep, epochs = extended.runtime, extended.staging.lockstep, extended.epochs
+    dataset = distributed_dataset(epochs)
+    # Of the iterator that goes on, if one does: how many batches it has given.
+    taken = (lockstep.taken or 0) if batch or has_read(epochs) else 0
+    is_open = batch > 0 or continues(epochs)
+    missed = extended.begun_epochs - (batch > 0)
     variables, remote = _state(model)
     texts = [f"{variable.name} {variable.shape} {variable.dtype.name}" for variable in variables]
     found, arrays = _found(callbacks.callbacks)
@@ -184,12 +210,15 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
     own = {
         "epoch": extended.epoch,
         "batch": batch,
-        # Of the iterator that goes on, if one does: how many batches it has given.
-        "taken": (lockstep.taken or 0) if batch or extended.epochs.steps_per_epoch is not None else 0,
+        "taken": taken,
         "variables": texts,
         "iterators": lockstep.places,
-        "opened": getattr(dataset, "opened", 0),
-        "shuffles": random_numbers.shuffles(extended.epochs),
+        "opened": getattr(dataset, "opened", 0) - is_open,  # before the one that is read next
+        "is_open": is_open,
+        "known_batches": known_batches(epochs),
+        "shuffles": random_numbers.shuffles(epochs),
+        "python_data": python_data.position(epochs, missed, goes_on=taken > 0),
+        "missed": missed,
         "callbacks": found,
         "remote": places,
     }
@@ -207,16 +236,31 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
     for number, (each, place) in enumerate(zip(remote, said["remote"] if joins else places, strict=True)):
         each.move(place, kept, f"remote/{number}")
     extended.staging.take_firsts()  # one who joins has read others, and one who was alone compared none
+    if taken and not joins:
+        lockstep.compare_next()
     if joins:
         on = int(said["taken"] > 0)  # an iterator goes on, which is counted among these
         lockstep.places = said["iterators"] - on
-        dataset.open_until(said["opened"] - on, skipping=said["taken"])
-        random_numbers.set_shuffles(extended.epochs, said["shuffles"] - on)
-        extended.skipped_steps = said["batch"]
+        skips = {"opened": said["opened"], "skipping": said["taken"]}
+        begins_there = python_data.go_on(epochs, said["python_data"], **skips)
+        dataset.open_until(
+            said["opened"], said["taken"], reads_skipped=not begins_there, open_elsewhere=said["is_open"]
+        )
+        random_numbers.set_shuffles(epochs, said["shuffles"] - on)
+        set_known_batches(epochs, said["known_batches"])
+        extended.skipped_steps, extended.begun_epochs = said["batch"], said["missed"]
+        extended.seen_steps = said["taken"] - said["batch"] if epochs.steps_per_epoch is not None and on else 0
         _set_found(callbacks.callbacks, said["callbacks"], kept)
         extended.positioned = True
         begin_at(model, said["epoch"])
         logger.info("tfps: this worker goes on with step %d of epoch %d", said["batch"] + 1, said["epoch"] + 1)
+
+
+def _combine_metrics(strategy: BaseStrategy, model: Model) -> None:
+    """Has all ranks combine metrics at the next read, also without another step: who joins has counted nothing."""
+    for variable in model.metrics_variables:
+        if hasattr(variable.value, "take_combined"):
+            strategy.extended.note_local_write(variable.value)
 
 
 def _state(model: Model) -> tuple[list[Variable], list[RemoteParameter | RemoteSlot]]:

@@ -52,6 +52,9 @@ with _fitting():
     from keras.src.random import seed_generator
     from keras.src.saving import saving_lib as saving_lib
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+    from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer as OrderedEnqueuer
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
     # What hooks replace attributes of.
@@ -70,6 +73,11 @@ with _fitting():
     # An epoch ends with the data where workers do not step together, and staging reads no further (loops.py).
     needs(trainer_module.TFEpochIterator, "_distribute_strategy", "_distributed_dataset", "_num_batches", "tf_sync")
     needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter")
+    # Where a worker that joins goes on (joining.py, python_data.py).
+    needs(trainer_module.TFEpochIterator, "_current_iterator", "_steps_seen")
+    needs(PyDatasetAdapter, "_get_iterator", "py_dataset", "enqueuer", "shuffle")
+    needs(OrderedEnqueuer, "_run", "py_dataset", "shuffle", "indices")
+    needs(GeneratorDataAdapter, "generator")
     needs(keras.optimizers.Optimizer, "_iterations")  # of batches, where `iterations` is of updates
     needs(keras.optimizers.Optimizer, "_distribution_strategy", "_trainable_variables", "use_ema")
     needs(keras.Model, "distribute_strategy")  # tells which models to handle
@@ -121,9 +129,45 @@ def begin_at(model: Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def repeats(epochs: Batches) -> bool:
-    """Whether every process gets the same batches from an epoch iterator: Python makes nothing."""
+def of_tf_data(epochs: Batches) -> bool:
+    """Whether an epoch iterator reads arrays or a `tf.data.Dataset`: Keras makes nothing in Python."""
     return isinstance(epochs.data_adapter, (ArrayDataAdapter, TFDatasetAdapter))
+
+
+def py_dataset_adapter(epochs: Batches) -> Batches | None:
+    """Returns what an epoch iterator reads a `PyDataset` by; None if it reads something else."""
+    return epochs.data_adapter if isinstance(epochs.data_adapter, PyDatasetAdapter) else None
+
+
+def generator_adapter(epochs: Batches) -> Batches | None:
+    """Returns what an epoch iterator reads a Python generator by; None if it reads something else."""
+    return epochs.data_adapter if isinstance(epochs.data_adapter, GeneratorDataAdapter) else None
+
+
+def continues(epochs: Batches) -> bool:
+    """Whether the next epoch reads from an iterator that there is already."""
+    return epochs.steps_per_epoch is not None and epochs._current_iterator is not None
+
+
+def has_read(epochs: Batches) -> bool:
+    """Whether that iterator has given batches in an epoch before."""
+    return continues(epochs) and epochs._steps_seen > 0
+
+
+def known_batches(epochs: Batches) -> int | None:
+    """Returns how many batches there are, or how many steps an epoch before has tried; None if that is not known."""
+    count: int | None = epochs._num_batches
+    return count
+
+
+def set_known_batches(epochs: Batches, count: int | None) -> None:
+    """Sets it: later epochs take no more steps."""
+    epochs._num_batches = count
+
+
+def add_steps_seen(epochs: Batches, steps: int) -> None:
+    """Counts steps of the current iterator that others have taken: Keras opens another when all batches were taken."""
+    epochs._steps_seen += steps
 
 
 def batch_counter(optimizer: Optimizer) -> Variable:

@@ -20,7 +20,8 @@ import keras
 from tfps.graph.patches import BaseStrategy, replaced
 from tfps.keras_hooks.agreed_logs import compared_tables
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
-from tfps.keras_hooks.keras_private import begin_at, trainer_module
+from tfps.keras_hooks.keras_private import add_steps_seen, begin_at, trainer_module
+from tfps.keras_hooks.python_data import check_generators
 from tfps.types import Batches, Callback, Function, Model
 
 _PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
@@ -64,7 +65,7 @@ def _reset(original: Function, epochs: Batches) -> None:
     original(epochs)
     strategy = _own_strategy(epochs)
     if strategy is not None and not strategy.extended.sharding.in_epoch and not strategy.extended.sharding.evaluates:
-        strategy.extended.epochs = epochs
+        strategy.extended.epochs, strategy.extended.begun_epochs = epochs, 0
     if strategy is not None and strategy.extended.hands_out:
         strategy.extended.policy.reset_epochs(epochs)
 
@@ -85,13 +86,17 @@ def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[o
     allows = strategy is not None and steps is not None and makes
     if strategy is not None and strategy.extended.sharding.on:
         strategy.extended.policy.begin_steps()
-    skipped = 0
+    skipped = seen = 0
     if strategy is not None and epochs is strategy.extended.epochs:  # of an epoch that a worker joins
-        skipped, strategy.extended.skipped_steps = strategy.extended.skipped_steps, 0
+        extended = strategy.extended
+        skipped, extended.skipped_steps, seen, extended.seen_steps = extended.skipped_steps, 0, extended.seen_steps, 0
+        extended.begun_epochs += 1
     for step in itertools.islice(original(epochs), skipped, None):  # its last part is the iterator
         if allows and hasattr(step[-1], "allow"):  # one that reads ahead
-            step[-1].allow(math.ceil(steps / epochs.steps_per_execution) * epochs.steps_per_execution)
+            step[-1].allow(math.ceil(steps / epochs.steps_per_execution) * epochs.steps_per_execution - skipped)
         allows = False
+        add_steps_seen(epochs, seen)
+        seen = 0
         yield step
 
 
@@ -131,6 +136,8 @@ def _end_training(
 @for_models
 def _fit(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """Compares what layers have adapted to between ranks, and tells the policy."""
+    if strategy.extended.exchange.joining.candidate and strategy.extended.admits:
+        check_generators(original, model, args, options)
     with compared_tables(strategy, model), strategy.extended.policy.fitting():
         return original(model, *args, **options)
 

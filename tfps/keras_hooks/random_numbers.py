@@ -24,7 +24,7 @@ from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import ArrayDataAdapter, global_seeds, set_global_seeds
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Batches, Function, Value
+from tfps.types import Argument, Batches, Function, Json, Value
 
 _STATES = "random states: "
 _APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
@@ -45,14 +45,7 @@ def share_random_states(runtime: Runtime, *, for_newcomers: bool) -> None:
     """Gives this rank rank 0's random states; every rank must call it. `for_newcomers`: others may need them later."""
     if runtime.exchange.view.workers == 1:
         return
-    numpy_ = np.random.get_state(legacy=False)
-    numpy_["state"] = {key: np.asarray(value).tolist() for key, value in numpy_["state"].items()}
-    own = {
-        "numpy": numpy_,
-        "python": random.getstate(),
-        "keras": global_seeds(),
-        "datasets": secrets.randbits(64),
-    }
+    own = {**states(), "keras": global_seeds(), "datasets": secrets.randbits(64)}
     exchange = runtime.exchange
     if exchange.joining.candidate:
         said = next(line for line in exchange.joining.lines() if line.startswith(_STATES))
@@ -65,12 +58,28 @@ def share_random_states(runtime: Runtime, *, for_newcomers: bool) -> None:
     if exchange.rank == runtime.source and not exchange.joining.candidate:
         return
     set_global_seeds(first["keras"])
-    numpy_, own_kind = first["numpy"], np.random.get_state(legacy=False)["bit_generator"]
+    set_states(first)
+
+
+def states() -> dict[str, Json]:
+    """The states of numpy's and Python's generators, for `set_states` on another rank."""
+    numpy_ = np.random.get_state(legacy=False)
+    numpy_["state"] = {key: np.asarray(value).tolist() for key, value in numpy_["state"].items()}
+    return {"numpy": numpy_, "python": random.getstate()}
+
+
+def set_states(said: dict[str, Json]) -> None:
+    numpy_, own_kind = said["numpy"], np.random.get_state(legacy=False)["bit_generator"]
     if numpy_["bit_generator"] == own_kind == "MT19937":  # else the program has chosen another
         numpy_["state"]["key"] = np.array(numpy_["state"]["key"], np.uint32)
         np.random.set_state(numpy_)
-    version, state, gauss = first["python"]
-    random.setstate((version, tuple(state), gauss))
+    random.setstate(python_state(said["python"]))
+
+
+def python_state(said: Json) -> tuple[Json, ...]:
+    """A state of Python's generator that has been JSON."""
+    version, state, gauss = said
+    return version, tuple(state), gauss
 
 
 @replaces(data_seeds, "get_seed", _UNSEEDED)

@@ -94,6 +94,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.just_joined = False  # before the next epoch begins
         self.epoch = 0  # of `fit`
         self.skipped_steps = 0  # of the next epoch: others have taken them
+        self.seen_steps = 0  # of epochs before it that read the same iterator: others have taken them
+        self.begun_epochs = 0  # of `fit`, also those that others had begun when this worker joined
         self.positioned = False  # whether `fit` begins at another epoch than it was told
         self.epochs: Batches = None  # Keras' iterator of the training
         self._present = AllGather(runtime, "ranks that are present")

@@ -19,6 +19,7 @@ from tfps.keras_hooks import (  # noqa: F401  # hooks
     joining,
     layers,
     loops,
+    python_data,
     random_numbers,
     weighing,
 )
