@@ -11,6 +11,8 @@ Deaths: three workers in `fit`, of which one is killed every minute, in turn, an
 without, where all are started again and go on from the last epoch that BackupAndRestore has saved. Steps that count.
 Cost: two jobs of two workers and two pservers in `fit`, one with `min_workers` and one without, take epochs in turn,
 50 MB of gradients per step and little to compute: steps per second, CPU and memory, with shared memory and over TCP.
+Snapshots: the same over TCP for two jobs with `min_workers`, `update="server"` and Adam, of which one has
+`snapshot_steps=10`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tfps.types import Json
@@ -130,15 +132,33 @@ def _cost(quick: bool) -> Outcome:
     runs: list[dict[str, Json]] = []
     headline: dict[str, float] = {}
     for transport in ("shared", "tcp"):
-        found = _cost_over(transport, 5 if quick else 20)
+        jobs: dict[str, dict[str, str]] = {"off": {}, "on": {"TFPS_MIN_WORKERS": "1"}}
+        found = _compared("cost", transport, jobs, 5 if quick else 20)
         runs += found
-        each = ("steps_per_s", "cpu_s", "worker_mb", "pserver_mb")
-        figures = ["steps_ratio", "cpu_ratio", *(f"{kind}_{figure}" for kind in ("off", "on") for figure in each)]
-        headline |= {f"{transport}_{figure}": median(found, figure) for figure in figures}
+        headline |= {f"{transport}_{name}": median(found, name) for name in _figures(jobs)}
     return Outcome(headline, runs)
 
 
-PARTS = {"losses": _losses, "pservers": _pservers, "joins": _joins, "deaths": _deaths, "cost": _cost}
+def _figures(jobs: Iterable[str]) -> list[str]:
+    each = ("steps_per_s", "cpu_s", "worker_mb", "pserver_mb")
+    return ["steps_ratio", "cpu_ratio", *(f"{kind}_{figure}" for kind in jobs for figure in each)]
+
+
+def _snapshots(quick: bool) -> Outcome:
+    on_server = {"TFPS_MIN_WORKERS": "1", "TFPS_UPDATE": "server"}
+    jobs = {"without": on_server, "with": {**on_server, "TFPS_SNAPSHOT_STEPS": "10"}}
+    runs = _compared("snapshots", "tcp", jobs, 5 if quick else 20, "--adam")
+    return Outcome({f"snapshots_{name}": median(runs, name) for name in _figures(jobs)}, runs)
+
+
+PARTS = {
+    "losses": _losses,
+    "pservers": _pservers,
+    "joins": _joins,
+    "deaths": _deaths,
+    "cost": _cost,
+    "snapshots": _snapshots,
+}
 
 
 def _until(done: Callable[[], bool]) -> None:
@@ -304,26 +324,27 @@ def _deaths_of(kind: str, every_s: float, window_s: float) -> dict[str, Json]:
         return _note({**found, "steps_per_h": round(steps / took_s * 3600)})
 
 
-def _cost_over(transport: str, pairs: int) -> list[dict[str, Json]]:
+def _compared(
+    what: str, transport: str, settings: Mapping[str, Mapping[str, str]], pairs: int, *options: str
+) -> list[dict[str, Json]]:
+    """Epochs in turn of two jobs, whose settings are environment variables."""
+    first, second = settings
     with contextlib.ExitStack() as stack:
-        work = ["fit", "--units", str(_units(COST_MB)), "--steps", str(COST_STEPS), "--paced"]
+        work = ["fit", "--units", str(_units(COST_MB)), "--steps", str(COST_STEPS), "--paced", *options]
         shared = {"TFPS_SHARED_MEMORY": str(int(transport == "shared"))}
-        jobs = {
-            "off": _Job(stack, 2, work, **shared),
-            "on": _Job(stack, 2, work, **shared, TFPS_MIN_WORKERS="1"),
-        }
+        jobs = {kind: _Job(stack, 2, work, **shared, **more) for kind, more in settings.items()}
         for job in jobs.values():
             _epoch(job, 0)  # traces and tunes
         found: list[dict[str, Json]] = []
         for number in range(1, pairs + 1):
-            one: dict[str, Json] = {"what": "cost", "transport": transport}
-            for kind in ("off", "on") if number % 2 else ("on", "off"):
+            one: dict[str, Json] = {"what": what, "transport": transport}
+            for kind in (first, second) if number % 2 else (second, first):
                 steps_per_s, cpu_s = _epoch(jobs[kind], number)
                 one |= {f"{kind}_steps_per_s": round(steps_per_s, 3), f"{kind}_cpu_s": round(cpu_s, 4)}
                 for which, processes in (("worker", jobs[kind].workers), ("pserver", jobs[kind].pservers)):
                     one[f"{kind}_{which}_mb"] = round(statistics.mean(_memory_mb(each.pid) for each in processes), 1)
             for figure, key in (("steps_ratio", "steps_per_s"), ("cpu_ratio", "cpu_s")):
-                one[figure] = round(one[f"on_{key}"] / one[f"off_{key}"], 3)
+                one[figure] = round(one[f"{second}_{key}"] / one[f"{first}_{key}"], 3)
             found.append(_note(one))
         return found
 
@@ -380,7 +401,7 @@ def _work_exchange(folder: str, size_mb: int) -> None:
             _TICK.wait(0.01)
 
 
-def _work_fit(folder: str, units: int, steps: int, backup: bool, paced: bool) -> None:
+def _work_fit(folder: str, units: int, steps: int, backup: bool, paced: bool, adam: bool) -> None:
     import keras
     import numpy as np
     import tensorflow as tf
@@ -392,7 +413,8 @@ def _work_fit(folder: str, units: int, steps: int, backup: bool, paced: bool) ->
     with strategy.scope():
         hidden = [keras.layers.Dense(units, use_bias=False) for _ in range(LAYERS)]
         model = keras.Sequential([keras.layers.Input((units,)), *hidden])
-        model.compile(keras.optimizers.SGD(1e-6), "mse", jit_compile=False)
+        optimizer = keras.optimizers.Adam if adam else keras.optimizers.SGD
+        model.compile(optimizer(1e-6), "mse", jit_compile=False)
     x = np.random.default_rng(0).normal(size=[BATCH, units]).astype(np.float32)
     data = tf.data.Dataset.from_tensors((x, x)).repeat(steps)
 
@@ -423,10 +445,11 @@ if __name__ == "__main__":
     _parser.add_argument("--steps", type=int, default=0)
     _parser.add_argument("--mb", type=int, default=0)
     _parser.add_argument("--backup", action="store_true")
-    _parser.add_argument("--paced", action="store_true")  # each epoch begins with a line of stdin
+    _parser.add_argument("--paced", action="store_true")
+    _parser.add_argument("--adam", action="store_true")  # each epoch begins with a line of stdin
     _options = _parser.parse_args()
     if _options.what == "exchange":
         _work_exchange(_options.folder, _options.mb)
     else:
-        _work_fit(_options.folder, _options.units, _options.steps, _options.backup, _options.paced)
+        _work_fit(_options.folder, _options.units, _options.steps, _options.backup, _options.paced, _options.adam)
     sys.exit(0)
