@@ -141,7 +141,7 @@ class ElasticWorker(CurrentWorker, Replaying):
 
     @property
     def paused(self) -> bool:
-        return self._regrouping and not self._over.is_set()
+        return (self._regrouping or self._replaying) and not self._over.is_set()
 
     def links(self) -> list[Link]:
         return self._call(lambda worker: worker.links())
@@ -217,7 +217,7 @@ class ElasticWorker(CurrentWorker, Replaying):
         """Calls `what`, again if a pserver is lost meanwhile; InterruptError if `stop` is set before it can."""
         while True:
             with self._changed:
-                while self._regrouping and not self._over.is_set():
+                while self.paused:
                     if stop is not None and stop.is_set():
                         raise InterruptError(f"rank {self.rank}: interrupted while the workers met")
                     self._changed.wait(_LOOK_S)
@@ -311,13 +311,10 @@ class ElasticWorker(CurrentWorker, Replaying):
             if bucket.worker is not worker or (reply.error is not None and self._goes_on(reply.error)):
                 return
             if (kept := self._kept_of(bucket)) is not None and reply.error is None:
-                replays = not kept.all_given
                 kept.answered(reply.step, reply.ranks)
-                if replays:
+                if self._replaying:
                     self._to_replay.put(number)
             if push not in bucket.pushes:  # it has been answered before
-                with self._changed:
-                    self._changed.notify_all()
                 return
             bucket.pushes.remove(push)
             if reply.error is None:
@@ -515,11 +512,7 @@ class ElasticWorker(CurrentWorker, Replaying):
                 if sorted(bucket.last.ranks) != everybody
             ],
             reason=reason,
-            snapshots=[
-                pb.Snapshot(bucket=number, step=step, ranks=snapshot.ranks)
-                for number, bucket in enumerate(self._buckets)
-                for step, snapshot in ({} if bucket.kept is None else bucket.kept.snapshots).items()
-            ],
+            snapshots=self._snapshots(),
         )
 
     def _worker_with(self, reply: pb.RegroupReply, uid: str) -> Worker:
@@ -575,6 +568,7 @@ class ElasticWorker(CurrentWorker, Replaying):
             if self._over.is_set():
                 raise ClosedError("the exchange has ended")
             self._worker, self._declarations, self._regrouping = new, new.declarations, False
+            behind = self._begin_replay()
             self._ended.difference_update(new.view.ranks)
             self._changed.notify_all()
         for number, bucket in enumerate(self._buckets):
@@ -582,7 +576,7 @@ class ElasticWorker(CurrentWorker, Replaying):
                 bucket.worker = new
                 for push in list(bucket.pushes) if self._kept_of(bucket) is None else ():
                     self._give(number, new, push)
-        self._begin_replay(new)
+        self._start_replay(new, behind)
         new.add_failure_listener(functools.partial(self._failed, new))
 
     def _exchange_results(self, new: Worker, results: Mapping[int, pb.Result]) -> dict[int, Reply]:

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from tfps.config import Config
-from tfps.errors import TfpsError, WaitTimeoutError, WorkerLostError
+from tfps.errors import TfpsError, WorkerLostError
 from tfps.exchange.interface import Payload, as_bytes, declared
+from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array
 from tfps.worker.kept import ElasticBucket, Kept, Push, Write
 from tfps.worker.worker import Worker
@@ -24,13 +24,11 @@ _T = TypeVar("_T")
 class Replaying(abc.ABC):
     """The part of an `ElasticWorker` that knows what pservers keep."""
 
-    config: Config
     _worker: Worker
     _buckets: list[ElasticBucket]
     _changed: threading.Condition
-    _regrouping: bool
+    _replaying = False  # whether the pservers do not have all that has been answered, yet
     _is_candidate: bool
-    _over: threading.Event
     _to_replay: queue.SimpleQueue[int | None]  # buckets that may give their next push; None: no more
 
     @property
@@ -52,17 +50,10 @@ class Replaying(abc.ABC):
         self._call(lambda worker: worker.write(bucket, array, begin, values))
 
     def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
-        target = declared(self._buckets, bucket)
+        declared(self._buckets, bucket)
 
         def read(worker: Worker) -> Array:
-            def is_current() -> bool:
-                behind = (kept := self._kept_of(target)) is not None and kept.replies < target.replies
-                return not behind or self._worker is not worker or self._regrouping or self._over.is_set()
-
             self._check_there(bucket)
-            with self._changed:
-                if not self._changed.wait_for(is_current, self.config.step_timeout_s):
-                    raise WaitTimeoutError(f"rank {self.rank}: pservers do not have the last step of bucket {bucket}")
             return worker.read(bucket, array, begin, nbytes)
 
         return self._call(read)
@@ -79,17 +70,33 @@ class Replaying(abc.ABC):
                 "or joined, in the last steps before; begin the job again, from its last checkpoint"
             )
 
-    def _begin_replay(self, worker: Worker) -> None:
+    def _snapshots(self) -> list[pb.Snapshot]:
+        """All that this worker has, for a report."""
+        return [
+            pb.Snapshot(bucket=number, step=step, ranks=snapshot.ranks)
+            for number, bucket in enumerate(self._buckets)
+            for step, snapshot in ({} if bucket.kept is None else bucket.kept.snapshots).items()
+        ]
+
+    def _begin_replay(self) -> set[int]:
+        """Returns the buckets that `_replay` is for. Caller holds the lock."""
         behind = {number for number, bucket in enumerate(self._buckets) if self._kept_of(bucket) is not None}
+        self._replaying = bool(behind)
         ready = self._to_replay = queue.SimpleQueue()
         for number in behind:
             ready.put(number)
+        return behind
+
+    def _start_replay(self, worker: Worker, behind: set[int]) -> None:
         if behind:
-            arguments = [worker, behind, ready]
+            arguments = [worker, behind, self._to_replay]
             threading.Thread(target=self._replay, args=arguments, name="tfps-replay", daemon=True).start()
 
     def _replay(self, worker: Worker, behind: set[int], ready: queue.SimpleQueue[int | None]) -> None:
-        """Gives what is kept to `worker`, each push when the one before has been answered; on its own thread."""
+        """Gives what is kept to `worker`, each push when the one before has been answered; on its own thread.
+
+        It needs nothing of this program, nor of others': all ranks have kept what they had pushed.
+        """
         try:
             while behind:
                 if (number := ready.get()) is None:
@@ -102,7 +109,11 @@ class Replaying(abc.ABC):
                         self._check_there(number)
                     if not kept.all_given and kept.given == kept.replies:
                         self._give(number, worker, kept.next)
-                    if kept.all_given:
+                    if kept.all_given and kept.replies >= bucket.replies:
                         behind.discard(number)
+            with self._changed:
+                if self._worker is worker:
+                    self._replaying = False
+                    self._changed.notify_all()
         except TfpsError as error:
             self.fail(error)
