@@ -96,7 +96,8 @@ class Config:
             worker ends the job. With it, in mode "sync" with updates on the worker, training survives pservers as well.
         snapshot_steps: with `min_workers` and `update="server"`, after how many steps workers take a snapshot of what
             pservers keep, each of a part; they keep their gradients since then, and training survives the loss of
-            pservers. None: it does not. Each step more costs the memory of a gradient (docs/faults.md).
+            pservers. None: it does not. Each step more costs the memory of a gradient (docs/faults.md). With "diloco"
+            and "local": after how many exchanges.
         rejoin_timeout_s: seconds that training waits for others to join when fewer than `min_workers` are left, or for
             a pserver to come back when none is left; and that one who joins waits until the others let it take part.
         on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
@@ -152,6 +153,11 @@ class Config:
         """Whether workers go on with other pservers when one is lost: they must have what it keeps."""
         keeps_nothing = (self.mode, self.update) == ("sync", "worker")
         return self.min_workers is not None and (keeps_nothing or self.snapshot_steps is not None)
+
+    @property
+    def takes_newcomers(self) -> bool:
+        """Whether a worker can join a job under way: between two steps that all workers take together."""
+        return self.mode == "sync"
 
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):
@@ -236,12 +242,12 @@ class Config:
         if self.grace_s != Config.grace_s and self.quorum == 1:
             raise ConfigError(f"grace_s is for a quorum below 1: else all are waited for, got {self.grace_s!r}")
         if self.snapshot_steps is not None:
-            given = (mode, update, self.min_workers is not None, self.compression)
-            if given != ("sync", "server", True, "none"):
+            keeps = mode in _LOCAL_MODES or (mode, update) == ("sync", "server")
+            if not keeps or (self.min_workers is None, self.compression, self.quorum) != (False, "none", 1):
                 raise ConfigError(
-                    "snapshot_steps is for mode='sync' with update='server' and min_workers, without compression, got "
-                    f"mode={mode!r}, update={update!r}, min_workers={self.min_workers!r} and "
-                    f"compression={self.compression!r}"
+                    "snapshot_steps is for min_workers with update='server', or with mode='diloco' or 'local', without "
+                    f"compression or quorum, got min_workers={self.min_workers!r}, mode={mode!r}, update={update!r}, "
+                    f"compression={self.compression!r} and quorum={self.quorum!r}"
                 )
         if mode == "async" and update != "server":
             raise ConfigError(

@@ -86,7 +86,7 @@ class Plan:
         if draw.random() < 0.6:
             plan._move_pservers(draw, epochs)
         elif random.Random(f"update {seed}").random() < 0.5:  # apart: seeds that have failed stay what they are
-            plan.environment = {**plan.environment, "TFPS_UPDATE": "server"}
+            plan.environment = {**plan.environment, "TFPS_UPDATE": "server", "TFPS_SNAPSHOT_STEPS": "2"}
         present, away = set(range(WORKERS)), dict[int, int]()  # rank -> the epoch at whose beginning it comes back
         for epoch in range(epochs):
             joining = {rank for rank, back in away.items() if back == epoch}

@@ -16,6 +16,7 @@ import jobs
 import processes
 import pytest
 from _pytest.mark import ParameterSet
+from local_training import Settings
 
 from tfps.types import Argument, Json
 
@@ -85,6 +86,37 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Se
         return found
 
     return weights
+
+
+APART = {
+    "diloco": Settings(),
+    "diloco, in fragments": Settings(fragments=2, overlap_steps=1),
+    "local": Settings("local", optimizer="adam"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize("point", ["before a push", "after the last push"])
+def test_so_do_workers_that_train_apart(tmp_path: Path, case: str, point: str) -> None:
+    def trained(fault: list[Argument]) -> list[Json]:
+        with contextlib.ExitStack() as stack:
+            servers = [stack.enter_context(pserver("--port=0")) for _ in range(2)]
+            pids = [process.pid for process, _ in servers]
+            environment = {"TFPS_MIN_WORKERS": "1", "TFPS_SNAPSHOT_STEPS": "1"}
+            environment["FAULT"] = json.dumps([*fault, KILL, pids[:1]] if fault else [-1])
+            tasks = [[f"{tmp_path}/{rank}", "14,14,14", json.dumps(vars(APART[case]))] for rank in range(3)]
+            with processes.started("local.py", [address for _, address in servers], 3, tasks, **environment) as started:
+                ended = processes.finish(started, TIMEOUT_S)
+        text = "\n".join(output for _, output in ended)
+        assert [code for code, _ in ended] == [0, 0, 0], text
+        assert text.count("the workers meet, to go on with the pservers") == (3 if fault else 0), text
+        return [pickle.loads((tmp_path / f"{rank}").read_bytes())[0] for rank in range(3)]
+
+    expected, found = trained([]), trained([1, 1, point])
+    for mine, its in zip(found, expected, strict=True):
+        for one, other in zip([*mine["own"], mine["end"]], [*its["own"], its["end"]], strict=True):
+            assert [w.tobytes() for w in one] == [w.tobytes() for w in other]
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP

@@ -55,11 +55,11 @@ def main() -> int:
             if steps == 100:
                 print("under way", flush=True)
             told.wait(0.005)
+        pservers = [link.pserver for link in worker.links()]
     except TfpsError as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
         worker.close()
         return 1
-    pservers = [link.pserver for link in worker.links()]
     found = {"longest_s": longest_s, "steps": steps, "ranks": worker.view.ranks, "pservers": pservers}
     print(json.dumps(found), flush=True)
     worker.close("its work")  # the others go on

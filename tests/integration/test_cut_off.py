@@ -68,6 +68,9 @@ class Cut:
         """Tells a worker to end; what it says."""
         with contextlib.suppress(BrokenPipeError):
             children.tell(self.workers[rank], "end")
+        return self.says(rank)
+
+    def says(self, rank: int) -> Json:
         return json.loads(children.answer(self.workers[rank], ANSWER_S))
 
 
@@ -94,7 +97,7 @@ def test_of_two_halves_with_a_pserver_each_the_one_with_more_workers_goes_on(cut
     """Rank 0 and the first pserver are alone. The others have the second one, and more than half of the workers."""
     servers, workers = cut.lab.hosts[:2], cut.lab.hosts[2:]
     cut.lab.separate([servers[0], workers[0]])
-    its = cut.end(0)  # before the cut heals
+    its = cut.says(0)  # before the cut heals
     assert "ranks 0 reach each other, but ranks 1, 2 may go on elsewhere" in its["error"]
     assert cut.workers[0].wait(ANSWER_S) == 1
     for rank in (1, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -125,3 +126,44 @@ def test_of_a_network_cut_in_two_at_most_one_side_goes_on(cut: tuple[list[set[in
     if len(set(places)) == 2 and len(sides[0]) != len(sides[1]):
         larger = max(sides, key=len)
         assert [set(found.ranks) for found in going_on] == [larger]
+
+
+Held = Mapping[int, tuple[int, ...]]  # who have the parts of a snapshot, by its step
+
+
+def begins(*held: Held, steps: tuple[int, ...], ranks: frozenset[int] = frozenset({0, 1, 2})) -> int | None:
+    """The step of the snapshot from which ranks 0, 1, ... go on that hold these and have had so many replies."""
+    reports = {
+        rank: of(SEES, ranks=ranks, steps=(step,), snapshots={0: each})
+        for rank, each, step in zip(sorted(ranks), held, steps, strict=True)
+    }
+    found = agreed(reports)
+    return None if found.gone else found.steps[0]
+
+
+EVERYBODY = (0, 1, 2)
+
+
+def test_a_bucket_that_pservers_update_goes_on_from_the_last_snapshot_that_all_have() -> None:
+    before, after = {3: EVERYBODY}, {3: EVERYBODY, 6: EVERYBODY}
+    assert begins(before, before, before, steps=(5, 5, 6)) == 3
+    assert begins(after, before, after, steps=(6, 6, 6)) == 3
+    assert begins(after, after, {6: EVERYBODY}, steps=(6, 6, 7)) == 6
+    assert begins({3: EVERYBODY}, {6: EVERYBODY}, {6: EVERYBODY}, steps=(6, 7, 7)) is None
+
+
+def test_before_the_first_snapshot_all_pushes_are_there() -> None:
+    nothing: Held = {0: ()}
+    assert begins(nothing, nothing, nothing, steps=(0, 0, 1)) == 0
+
+
+def test_parts_and_pushes_of_who_is_lost_are_gone() -> None:
+    left = frozenset({0, 1})
+    assert begins({3: EVERYBODY}, {3: EVERYBODY}, steps=(4, 4), ranks=left) is None
+    assert begins({3: EVERYBODY}, {3: EVERYBODY}, steps=(3, 3), ranks=left) is None
+    assert begins({3: EVERYBODY, 5: (0, 1)}, {3: EVERYBODY, 5: (0, 1)}, steps=(5, 5), ranks=left) == 5
+
+
+def test_who_has_joined_has_no_part_and_no_push_before() -> None:
+    assert begins({4: (0, 1)}, {4: (0, 1)}, {4: ()}, steps=(4, 4, 4)) == 4
+    assert begins({4: (0, 1)}, {4: (0, 1)}, {4: ()}, steps=(5, 4, 4)) is None

@@ -99,7 +99,7 @@ class Job(Elastic):
         """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
         with self._changed:
             joins = self.begun and config.min_workers is not None and applicant.rank in (None, *self._membership.lost)
-            if joins and config.mode != "sync":
+            if joins and not config.takes_newcomers:
                 raise UnsupportedError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}"
                 )
