@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Iterator
 
 import jobs
@@ -17,7 +18,7 @@ from tfps.config import Config
 from tfps.errors import TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.types import Array
+from tfps.types import Argument, Array
 from tfps.worker.elastic import ElasticWorker
 
 RATE, MOMENTUM = np.float32(0.25), np.float32(0.5)
@@ -126,6 +127,28 @@ def test_a_step_in_flight_is_done_once(cluster: Cluster, pushed: int) -> None:
             each.append((job.push(worker, number, gradient), gradient))
     job.end_step(step)
     job.train(1)
+    job.check_slots()
+
+
+def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Training(cluster, every=1)
+    job.train(1)
+    may, replay, slow = threading.Event(), ElasticWorker._replay, job.workers[1]
+
+    def held(self: ElasticWorker, *arguments: Argument) -> None:
+        if self is slow:
+            may.wait(jobs.DEADLINE_S)
+        replay(self, *arguments)
+
+    monkeypatch.setattr(ElasticWorker, "_replay", held)
+    job.lose(0)
+    others = [worker._buckets[number].kept for worker in job.workers if worker is not slow for number in MODEL]
+    poll(lambda: all(kept is not None and kept.given for kept in others))  # the last step, again
+    step = job.begin_step()
+    may.set()
+    job.end_step(step)
     job.check_slots()
 
 

@@ -278,9 +278,9 @@ class ElasticWorker(CurrentWorker, Replaying):
                 self._check_there(number)
                 bucket.pushes.append(push)
                 if (kept := self._kept_of(bucket)) is not None:
-                    replays = not kept.all_given
+                    waits = self._replaying and not (kept.all_given and kept.given == kept.replies)
                     kept.add(push)
-                    if replays:
+                    if waits:
                         return  # it comes after those before it
                 if bucket.worker is not None:
                     try:
