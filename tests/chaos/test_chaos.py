@@ -371,6 +371,7 @@ def test_who_hands_over_the_training_dies_and_another_one_that_has_it_goes_on(wh
     run(plan)
 
 
+@pytest.mark.long
 def test_who_was_alone_for_an_epoch_goes_on_with_one_who_joins() -> None:
     plan = Plan(0, "arrays", {}, due={0: [1]}, at_the_end=[0, 1])
     plan.lives[1][0].faults.append((2, "before a push", signal.SIGKILL))
@@ -379,6 +380,7 @@ def test_who_was_alone_for_an_epoch_goes_on_with_one_who_joins() -> None:
     run(plan)
 
 
+@pytest.mark.long
 def test_who_joins_comes_after_the_end_of_the_epoch_before_is_known() -> None:
     plan = Plan(0, "dataset late", {}, due={0: [1]})
     plan.lives[1][0].faults.append((2, "before a push", signal.SIGKILL))

@@ -38,7 +38,7 @@ def survivors(
     return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("*.pickle"))]
 
 
-LONG = {"local, after its part": pytest.mark.long}
+LONG = dict.fromkeys(("diloco, rank 0", "local, after its part"), pytest.mark.long)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=LONG.get(case, ())) for case in CASES])

@@ -136,7 +136,6 @@ def test_a_worker_that_gets_sigterm_ends_its_step_and_no_row_is_lost(
 
 
 SOME = (  # in the quick suite; each of the others differs in one thing
-    "rank 0, between two slices",
     "update on the server",
     "stopped",
 )

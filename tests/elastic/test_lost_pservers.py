@@ -172,7 +172,6 @@ CASES: dict[str, tuple[str, dict[int, list[Argument]], dict[str, str]]] = {
 }
 SOME = (  # in the quick suite
     "the coordinator, between two slices",
-    "two at once",
     "the only one comes back",
     "update on the server, between two slices",
 )

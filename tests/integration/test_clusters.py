@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import processes
+import pytest
 from preloaded import Process
 
 from tfps.pserver.server import ParameterServer
 
 
+@pytest.mark.long
 def test_every_way_to_describe_a_cluster_makes_a_job_whose_workers_end_equal(tmp_path: Path) -> None:
     servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(4)]
     running: list[Process] = []

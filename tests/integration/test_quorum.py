@@ -78,6 +78,7 @@ def test_a_late_change_counts_by_its_steps_when_it_comes(cluster: Cluster, tmp_p
         assert difference(ranks[0]["end"], by_hand(ranks[0]["initial"], settings, ROUNDS)) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", CASES)
 def test_a_worker_that_is_late_all_the_time_has_its_part_at_the_end(
     cluster: Cluster, tmp_path: Path, settings: Settings

@@ -26,10 +26,10 @@ NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "sc
 QUICK = {
     (2, 1): [
         *("updated_in_the_step", "normalized", "evaluated_evenly_after_an_uneven_batch", "convolutional"),
-        *("scalar_losses", "own_steps", "nested_step", "each_row"),
+        *("scalar_losses", "own_steps"),
     ],
     (2, 2): [
-        *("one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "lookups"),
+        *("one_row_in_all", "worker_without_rows", "lookups"),
         *("layer", "number_eagerly", "step", "scaled"),
     ],
 }

@@ -444,7 +444,7 @@ PROGRAMS: dict[str, list[Group]] = {
 }
 
 
-LONG = {"two gradients": pytest.mark.long}
+LONG = dict.fromkeys(("two gradients", "an announcement and a gradient"), pytest.mark.long)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in PROGRAMS])

@@ -264,6 +264,7 @@ def main(strategy, folder):
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_process_whose_collectives_are_aborted_is_renewed_and_no_other(pool: Pool, tmp_path: Path) -> None:
     def run(*longer: int) -> list[Outcome]:
