@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfps.errors import PserverLostError, WorkerLostError
-from tfps.membership.regrouping import Regrouped, Report, Result, check_present, conclude
+from tfps.membership.regrouping import Regrouped, Report, Result, Snapshot, check_present, conclude
 from tfps.types import Argument
 
 HERE, THERE, DEAD = "here:1", "there:1", "dead:1"
@@ -128,7 +128,10 @@ def test_of_a_network_cut_in_two_at_most_one_side_goes_on(cut: tuple[list[set[in
         assert [set(found.ranks) for found in going_on] == [larger]
 
 
-Held = Mapping[int, tuple[int, ...]]  # who have the parts of a snapshot, by its step
+Held = Mapping[int, Snapshot]  # by step
+ALL = Snapshot((0, 1, 2), part=True)
+TWO = Snapshot((0, 1), part=True)
+NOTHING = Snapshot(())
 
 
 def begins(*held: Held, steps: tuple[int, ...], ranks: frozenset[int] = frozenset({0, 1, 2})) -> int | None:
@@ -141,29 +144,35 @@ def begins(*held: Held, steps: tuple[int, ...], ranks: frozenset[int] = frozense
     return None if found.gone else found.steps[0]
 
 
-EVERYBODY = (0, 1, 2)
-
-
 def test_a_bucket_that_pservers_update_goes_on_from_the_last_snapshot_that_all_have() -> None:
-    before, after = {3: EVERYBODY}, {3: EVERYBODY, 6: EVERYBODY}
+    before, after = {3: ALL}, {3: ALL, 6: ALL}
     assert begins(before, before, before, steps=(5, 5, 6)) == 3
     assert begins(after, before, after, steps=(6, 6, 6)) == 3
-    assert begins(after, after, {6: EVERYBODY}, steps=(6, 6, 7)) == 6
-    assert begins({3: EVERYBODY}, {6: EVERYBODY}, {6: EVERYBODY}, steps=(6, 7, 7)) is None
+    assert begins(after, after, {6: ALL}, steps=(6, 6, 7)) == 6
+    assert begins({3: ALL}, {6: ALL}, {6: ALL}, steps=(6, 7, 7)) is None
+
+
+LEFT = frozenset({0, 1})
 
 
 def test_before_the_first_snapshot_all_pushes_are_there() -> None:
-    nothing: Held = {0: ()}
-    assert begins(nothing, nothing, nothing, steps=(0, 0, 1)) == 0
+    pushed = Snapshot((0, 1, 2))
+    assert begins({0: NOTHING}, {0: NOTHING}, {0: pushed}, steps=(0, 0, 1)) == 0
+    assert begins({0: NOTHING}, {0: NOTHING}, steps=(0, 0), ranks=LEFT) == 0
+    assert begins({0: pushed}, {0: pushed}, steps=(1, 1), ranks=LEFT) is None  # the third's are gone
 
 
 def test_parts_and_pushes_of_who_is_lost_are_gone() -> None:
-    left = frozenset({0, 1})
-    assert begins({3: EVERYBODY}, {3: EVERYBODY}, steps=(4, 4), ranks=left) is None
-    assert begins({3: EVERYBODY}, {3: EVERYBODY}, steps=(3, 3), ranks=left) is None
-    assert begins({3: EVERYBODY, 5: (0, 1)}, {3: EVERYBODY, 5: (0, 1)}, steps=(5, 5), ranks=left) == 5
+    assert begins({3: ALL}, {3: ALL}, steps=(4, 4), ranks=LEFT) is None
+    assert begins({3: ALL}, {3: ALL}, steps=(3, 3), ranks=LEFT) is None
+    assert begins({3: ALL, 5: TWO}, {3: ALL, 5: TWO}, steps=(5, 5), ranks=LEFT) == 5
 
 
 def test_who_has_joined_has_no_part_and_no_push_before() -> None:
-    assert begins({4: (0, 1)}, {4: (0, 1)}, {4: ()}, steps=(4, 4, 4)) == 4
-    assert begins({4: (0, 1)}, {4: (0, 1)}, {4: ()}, steps=(5, 4, 4)) is None
+    assert begins({4: TWO}, {4: TWO}, {4: NOTHING}, steps=(4, 4, 4)) == 4
+    assert begins({4: TWO}, {4: TWO}, {4: NOTHING}, steps=(5, 4, 4)) is None
+    assert begins({4: ALL}, {4: ALL}, {4: NOTHING}, steps=(4, 4, 4)) is None  # another one had its number
+
+
+def test_parts_that_were_cut_differently_are_no_snapshot() -> None:
+    assert begins({4: TWO}, {4: ALL}, {4: NOTHING}, steps=(4, 4, 4)) is None

@@ -34,7 +34,8 @@ from tfps.keras_hooks.keras_private import (
 from tfps.types import Argument, Batches, Function, Json, Model, Structure
 
 _TEST = "tests/elastic/test_joined.py"
-_passed: weakref.WeakSet[Batches] = weakref.WeakSet()  # what may have another state in the next training
+# What may have another state in the next training, by id: not all can be hashed.
+_passed: weakref.WeakValueDictionary[int, Batches] = weakref.WeakValueDictionary()
 
 
 class _Rest(keras.utils.PyDataset):
@@ -142,12 +143,12 @@ def check_generators(fit: Function, model: Model, args: Sequence[Argument], opti
     given = inspect.signature(fit).bind(model, *args, **options).arguments
     data, validation = given.get("x"), given.get("validation_data")
     if isinstance(data, types.GeneratorType) or (isinstance(data, keras.utils.PyDataset) and _hooks_of(data)):
-        if data in _passed:
+        if id(data) in _passed:
             raise UnsupportedError(
                 "a worker cannot join a training whose generator, or PyDataset with on_epoch_end, was used in a "
                 "training before, as it does not know how far the others are with it; make one for each call of fit"
             )
-        _passed.add(data)
+        _passed[id(data)] = data
     if isinstance(validation, (tuple, list)) and validation:
         validation = validation[0]
     if isinstance(validation, types.GeneratorType):

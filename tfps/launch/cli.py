@@ -332,7 +332,11 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         """Starts a worker again, if it may be and the others have not ended; else the others go on without it."""
         rank, going = workers.index(process), sum(not each.ended for each in workers)
         again = restarts[rank] > 0 and not any(worker.code == 0 for worker in workers)
-        then = f"it starts again (restarts left: {restarts[rank] - 1})" if again else f"{going} workers go on"
+        then = (
+            f"it starts again (restarts left: {restarts[rank] - 1})"
+            if again
+            else f"{going} worker{' goes' if going == 1 else 's go'} on"
+        )
         if again:
             restarts[rank] -= 1
             waiting.append(rank)

@@ -24,6 +24,16 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What pservers had before a step, in parts."""
+
+    ranks: Sequence[
+        int
+    ]  # who have the parts; nobody, as far as the worker knows; or, of step 0, whose pushes came since
+    part: bool = False  # whether the worker has its own
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What one worker knows of its job when it has lost a pserver."""
 
@@ -40,9 +50,8 @@ class Report:
         default_factory=dict
     )  # whose pushes are in a bucket's last, if not all
     reason: str = ""
-    # Of buckets that pservers update: who have the parts of each snapshot that the worker has, by its step; nobody of
-    # what is not there yet, or what others have.
-    snapshots: Mapping[int, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+    # Of buckets that pservers update, the worker's snapshots by their steps.
+    snapshots: Mapping[int, Mapping[int, Snapshot]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +116,12 @@ def _snapshot(bucket: int, present: Sequence[int], here: Sequence[Report]) -> in
     """
     held = [report.snapshots.get(bucket, {}) for report in here]
     for step in sorted(set(held[0]).intersection(*held[1:]), reverse=True):
-        parts = set().union(*(each[step] for each in held))
-        began = all(report.steps[bucket] == step for report in here)
-        if step == 0 or parts == set(present) or (began and parts.issubset(present)):
+        each = [snapshots[step] for snapshots in held]
+        named = {tuple(snapshot.ranks) for snapshot in each if snapshot.ranks}
+        ranks = set(next(iter(named), ()))
+        began = all(report.steps[bucket] == step for report in here)  # nobody needs an earlier push
+        have = {rank for rank, snapshot in zip(present, each, strict=True) if snapshot.part}
+        if len(named) <= 1 and (ranks == set(present) or began) and (step == 0 or (ranks and ranks <= have)):
             return step
     return None
 

@@ -572,14 +572,16 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., fd: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ["bucket", "ranks", "step"]
+    __slots__ = ["bucket", "part", "ranks", "step"]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     bucket: int
+    part: bool
     ranks: _containers.RepeatedScalarFieldContainer[int]
     step: int
-    def __init__(self, bucket: _Optional[int] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, bucket: _Optional[int] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., part: bool = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ["buckets", "changes", "cpu_s", "errors", "failure", "generation", "job", "jobs", "joined_workers", "lost_workers", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]

@@ -36,6 +36,7 @@ from tfps.wire.send_queue import SILENT_S, SendQueue
 from tfps.wire.shared_memory import Attached
 
 _NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too long, also on a busy machine
+_RESUMING = 2  # declarations of workers that go on with other pservers, before all have written what they kept
 
 
 @dataclass(slots=True)
@@ -110,6 +111,11 @@ class Elastic(abc.ABC):
     def begun(self) -> bool:
         """Whether all workers have joined: others are candidates."""
         return bool(self._declarations) and self._declarations[0].agreed
+
+    @property
+    def _is_resumed(self) -> bool:
+        """Whether all workers of a job that goes on with other pservers have written what they had kept."""
+        return sum(each.agreed for each in self._declarations) >= _RESUMING
 
     # Other pservers
 
@@ -294,7 +300,7 @@ class Elastic(abc.ABC):
             member = self._membership.members.get(rank)
             if member is None or member.state is State.GONE or self._failure is not None:
                 return False
-            if self._membership.resumed is not None and not self.begun:
+            if self._membership.resumed is not None and not self._is_resumed:
                 self.fail(PserverLostError(f"the job did not go on with these pservers: {member} {why}"))
                 return True  # its workers meet again
             if rank not in self._membership.view.ranks:

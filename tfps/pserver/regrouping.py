@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tfps.config import Security, check_address
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
-from tfps.membership.regrouping import Regrouped, Report, check_present, conclude
+from tfps.membership.regrouping import Regrouped, Report, Snapshot, check_present, conclude
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.send_queue import SILENT_S
@@ -167,8 +167,8 @@ def _report(message: pb.Report) -> Report:
     )
 
 
-def _snapshots(messages: Iterable[pb.Snapshot]) -> dict[int, dict[int, Sequence[int]]]:
-    found: dict[int, dict[int, Sequence[int]]] = {}
+def _snapshots(messages: Iterable[pb.Snapshot]) -> dict[int, dict[int, Snapshot]]:
+    found: dict[int, dict[int, Snapshot]] = {}
     for each in messages:
-        found.setdefault(each.bucket, {})[each.step] = tuple(each.ranks)
+        found.setdefault(each.bucket, {})[each.step] = Snapshot(tuple(each.ranks), each.part)
     return found

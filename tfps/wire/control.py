@@ -39,6 +39,7 @@ UID_KEY = "tfps-uid"  # metadata of all that a worker sends once it has joined: 
 STATE_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
 _RECORDS_BYTES = 50_000 * RECORD.itemsize  # of a capture, in one message
 _CLOCK_TIMEOUT_S, _ROUND_TRIPS = 10.0, 20
+_GOES_ON_S = 0.2  # between two looks whether a call is wanted still
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
 _OPTIONS = [
@@ -309,6 +310,25 @@ class Pserver:
             raise_failure(reply)
         return reply
 
+    def call_while(self, goes_on: Callable[[], bool], name: str, request: Message, timeout_s: float) -> Message:
+        """As `call`, until it `goes_on` no more: who has failed does not wait for a pserver that is silent."""
+        call = self._calls[name].future(request, timeout=timeout_s, metadata=self.metadata)
+        while True:
+            try:
+                reply = call.result(_GOES_ON_S)
+            except grpc.FutureTimeoutError:
+                if goes_on():
+                    continue
+                call.cancel()
+                self.explain()
+                raise PserverLostError(f"pserver {self.address}: {name} was given up") from None
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                self._raise_stranger(error)
+                self.explain()
+                raise lost(self.address, error, f"in {name}") from error
+            raise_failure(reply)
+            return reply
+
     def close(self) -> None:
         self.channel.close()
 
@@ -321,7 +341,7 @@ def version_text(pserver: int, worker: int) -> str:
     )
 
 
-def lost(address: str, error: grpc.RpcError, when: str) -> PserverLostError:
+def lost(address: str, error: grpc.RpcError | grpc.FutureCancelledError, when: str) -> PserverLostError:
     """Converts a gRPC error of an established connection."""
     code = error.code() if isinstance(error, grpc.Call) else None
     details = error.details() if isinstance(error, grpc.Call) else str(error)

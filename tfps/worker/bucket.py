@@ -187,13 +187,15 @@ class PushedBucket:
             elif place is None:
                 np.copyto(out, np.frombuffer(payload, np.uint8))
         with self.lock:
-            push.torn |= bool(push.copied) and ranks != push.ranks
+            if not push.copied:
+                push.ranks = ranks
+            elif ranks != push.ranks:  # those of all slices, so that all workers know the same, whatever comes first
+                push.torn, push.ranks = True, tuple(rank for rank in push.ranks if rank in ranks)
             push.copied.add(index)
-            push.ranks = ranks
             for rank in self.everybody.difference(ranks) if len(ranks) < len(self.everybody) else ():
                 push.without.setdefault(rank, []).append(index)
             whole = len(push.copied) == len(self.cutting.slices)
-            return Reply(sum=push.buffer, ranks=ranks, step=push.step) if whole else None
+            return Reply(sum=push.buffer, ranks=push.ranks, step=push.step) if whole else None
 
     def _where(self, pserver: int, header: Header, nbytes: int | None) -> Slice:
         """The slice that a frame has, of `nbytes` unless they are in shared memory."""

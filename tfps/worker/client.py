@@ -211,16 +211,20 @@ class PserverClient:
         view = as_bytes(values) or memoryview(b"")
         for pserver, place, at, size in self._pieces(bucket, array, begin, len(view)):
             request = pb.PutRequest(**place, values=bytes(view[at : at + size]))
-            pserver.call("Put", request, self._config.step_timeout_s)
+            self._call_of_state(pserver, "Put", request)
 
     def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
         found = np.empty(nbytes, np.uint8)
         for pserver, place, at, size in self._pieces(bucket, array, begin, nbytes):
-            values = pserver.call("Get", pb.GetRequest(**place, nbytes=size), self._config.step_timeout_s).values
+            values = self._call_of_state(pserver, "Get", pb.GetRequest(**place, nbytes=size)).values
             if len(values) != size:
                 raise ProtocolError(f"Get must return {size} bytes, got {len(values)}")
             found[at : at + size] = np.frombuffer(values, np.uint8)
         return found
+
+    def _call_of_state(self, pserver: Pserver, name: str, request: Message) -> Argument:
+        limit_s = self._config.step_timeout_s
+        return pserver.call_while(lambda: self._failures.end is None, name, request, limit_s)
 
     def _pieces(
         self, bucket: int, array: int, begin: int, nbytes: int

@@ -65,9 +65,6 @@ class CurrentWorker:
     def fetch_add(self, counter: str) -> int:
         return self._worker.peers.fetch_add(counter)
 
-    def is_awaited(self, bucket: int) -> bool:
-        return self._worker.peers.is_awaited(bucket)
-
     def extend_deadline(self, bucket: int) -> None:
         self._worker.peers.extend_deadline(bucket)
 

@@ -93,6 +93,7 @@ class ElasticWorker(CurrentWorker, Replaying):
         self._expected: Sequence[int] = ()  # who did when a pserver was lost last, as somebody knew
         self._tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this candidate has declared
         self._tries_out = False
+        self._restored_with: tuple[int, ...] = ()  # who took part when other pservers got what is kept
         self._to_replay: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._ended: set[int] = set()  # whose programs have ended, in earlier views
         self._over = threading.Event()  # failed or closed
@@ -196,10 +197,10 @@ class ElasticWorker(CurrentWorker, Replaying):
                 worker = self._call(lambda now: now)
                 try:
                     found = worker.admit(candidates)
-                    for bucket in self._buckets if found is not None else ():
+                    for bucket in self._buckets:
                         with bucket.lock:
                             if bucket.kept is not None:  # who joins has what comes after this
-                                bucket.kept.take(self.rank, worker)
+                                bucket.kept.take(self.rank, worker, tuple(found or ()))
                     with self._changed:
                         self._ended.difference_update(worker.view.ranks)
                     return found
@@ -213,11 +214,13 @@ class ElasticWorker(CurrentWorker, Replaying):
         finally:
             self._admitting = ()
 
-    def _call(self, what: Callable[[Worker], _T], stop: threading.Event | None = None) -> _T:
+    def _call(
+        self, what: Callable[[Worker], _T], stop: threading.Event | None = None, *, after_replay: bool = True
+    ) -> _T:
         """Calls `what`, again if a pserver is lost meanwhile; InterruptError if `stop` is set before it can."""
         while True:
             with self._changed:
-                while self.paused:
+                while self.paused if after_replay else self._regrouping and not self._over.is_set():
                     if stop is not None and stop.is_set():
                         raise InterruptError(f"rank {self.rank}: interrupted while the workers met")
                     self._changed.wait(_LOOK_S)
@@ -256,7 +259,7 @@ class ElasticWorker(CurrentWorker, Replaying):
                 self._know(worker)
             return ids
 
-        return self._call(declare, stop)
+        return self._call(declare, stop, after_replay=False)  # others may declare again before they replay
 
     def _know(self, worker: Worker) -> None:
         """Knows all buckets that `worker` has. Caller holds the lock."""
@@ -314,13 +317,16 @@ class ElasticWorker(CurrentWorker, Replaying):
                 kept.answered(reply.step, reply.ranks)
                 if self._replaying:
                     self._to_replay.put(number)
+                    if push not in bucket.pushes and kept.ranks != self._restored_with:
+                        self._differs(number)
             if push not in bucket.pushes:  # it has been answered before
                 return
             bucket.pushes.remove(push)
+            on_reply, push.on_reply = push.on_reply, _nothing  # it may keep the reply, as long as this is kept
             if reply.error is None:
                 bucket.last = reply if kept is None else bucket.last
                 bucket.replies = bucket.replies + 1 if worker.candidate else reply.step + 1
-        push.on_reply(reply)
+        on_reply(reply)
 
     # Failing and closing
 
@@ -336,10 +342,12 @@ class ElasticWorker(CurrentWorker, Replaying):
 
         def take() -> None:
             self._add_addresses([address])
+            end_s = time.monotonic() + self.config.rejoin_timeout_s
+            while not self._can_move() and time.monotonic() < end_s and not self._over.wait(_PAUSE_S):
+                pass
             with self._changed:
-                self._changed.wait_for(lambda: not self._regrouping, _MOST_CONNECT_S)
                 worker = self._worker
-            if not (worker.candidate or address in worker.addresses):
+            if self._can_move() and not (worker.candidate or address in worker.addresses):
                 worker.fail(PserverLostError(f"pserver {address} takes part from now on"))
 
         threading.Thread(target=take, name="tfps-offered", daemon=True).start()
@@ -350,7 +358,7 @@ class ElasticWorker(CurrentWorker, Replaying):
             if worker is not self._worker:
                 return
             goes_on, again = self._goes_on(error), self._ask_again if self._is_candidate else self._begin_anew
-            self._regrouping = goes_on
+            self._regrouping, self._replaying = goes_on, False
         if goes_on:
             arguments = [worker, again, error]
             self._thread = threading.Thread(target=self._go_on, args=arguments, name="tfps-regroup", daemon=True)
@@ -382,6 +390,10 @@ class ElasticWorker(CurrentWorker, Replaying):
         self._answer(error)
 
     def close(self, reason: str = "") -> None:
+        if self._failures.end is None:
+            with self._changed:  # others need what this worker has kept
+                goes_on = self._next is not None or self._replaying
+                self._changed.wait_for(lambda: not (goes_on and self.paused), _MOST_CONNECT_S)
         if self._failures.close():
             for worker in self._workers(reason):
                 worker.close(reason)
@@ -541,7 +553,11 @@ class ElasticWorker(CurrentWorker, Replaying):
                     kept.begin(step)
                 else:
                     kept.restore(step, new)
+        for bucket in self._buckets[len(steps) :]:  # others declare them again
+            if bucket.kept is not None:
+                bucket.kept.restore(0, new)
         new.resume_lines(lines)  # from then on all ranks have written their parts
+        self._restored_with = tuple(reply.ranks)
         found = self._exchange_results(new, results)
         if ahead:
             new.declare(latest, details)  # the others do so now, again
@@ -598,6 +614,10 @@ class ElasticWorker(CurrentWorker, Replaying):
             if reply.error is not None:
                 raise reply.error
         return {number: _unpacked(replies[number], result) for number, result in results.items()}
+
+
+def _nothing(_: Reply) -> None:
+    """Has had its reply."""
 
 
 def _packed(reply: Reply) -> Buffer:

@@ -71,7 +71,13 @@ class Kept:
         self.writes: list[Write] = []  # before the next push
         self._log: deque[Push] = deque()
         self._first = self.given = self.replies = step  # the first push here, and the next to give and to be answered
-        self._ranks: tuple[int, ...] = ()  # whose pushes are in the last reply
+        self.ranks: tuple[int, ...] = ()  # whose pushes are in the last reply
+
+    @property
+    def oldest(self) -> tuple[int, ...] | None:
+        """Who have the parts of the oldest snapshot, which all have; None: nothing has been pushed."""
+        step = min(self.snapshots)
+        return (self.ranks if self.replies else None) if step == 0 else self.snapshots[step].ranks
 
     @property
     def all_given(self) -> bool:
@@ -95,22 +101,25 @@ class Kept:
         due = (self.given + self._number) % self._every == 0  # not of all buckets at once
         # Where who takes part has changed, what a lost rank had is gone, and a new one has nothing. All ranks see the
         # same replies, so they decide alike.
-        if due or self._ranks != self.snapshots[max(self.snapshots)].ranks:
-            self.take(rank, worker)
+        if due or self.ranks != self.snapshots[max(self.snapshots)].ranks:
+            self.take(rank, worker, self.ranks)
         self.given += 1
 
-    def take(self, rank: int, worker: Worker) -> None:
-        """Takes the part of `rank` of a snapshot before the next push: until then nothing changes on pservers."""
-        if self.given in self.snapshots:
+    def take(self, rank: int, worker: Worker, ranks: tuple[int, ...]) -> None:
+        """Takes the part of `rank`, one of `ranks`, of a snapshot before the next push.
+
+        Until then nothing changes on pservers. Before the first one they have nothing.
+        """
+        if not ranks or self.given == 0 or getattr(self.snapshots.get(self.given), "ranks", None) == ranks:
             return
-        place, count = self._ranks.index(rank), len(self._ranks)
+        place, count = ranks.index(rank), len(ranks)
         begin, end = (ITEM_BYTES * (self._items * each // count) for each in (place, place + 1))
         values = [worker.read(self._number, array, begin, end - begin) for array in range(self._arrays)]
-        self.snapshots[self.given] = Snapshot(self._ranks, begin, values)
+        self.snapshots[self.given] = Snapshot(ranks, begin, values)
 
     def answered(self, step: int, ranks: Collection[int]) -> None:
         """A push has been answered. All ranks have what they had to take before it, and need nothing older."""
-        self._ranks, self.replies = tuple(sorted(ranks)), step + 1
+        self.ranks, self.replies = tuple(sorted(ranks)), step + 1
         if step in self.snapshots:
             self._forget(step)
 
@@ -124,7 +133,7 @@ class Kept:
         """Writes this rank's part of the snapshot before `step`; all pushes since then are to be given again."""
         snapshot = self.snapshots[step]
         self._forget(step)
-        self.snapshots, self._ranks = {step: snapshot}, snapshot.ranks
+        self.snapshots, self.ranks = {step: snapshot}, snapshot.ranks
         self.given = self.replies = step
         for array, values in enumerate(snapshot.values):
             if len(values):

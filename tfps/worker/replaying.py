@@ -34,6 +34,9 @@ class Replaying(abc.ABC):
     @property
     @abc.abstractmethod
     def rank(self) -> int: ...
+    @property
+    @abc.abstractmethod
+    def paused(self) -> bool: ...
     @abc.abstractmethod
     def fail(self, error: TfpsError) -> None: ...
     @abc.abstractmethod
@@ -65,18 +68,30 @@ class Replaying(abc.ABC):
     def _check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""
         if self._buckets[number].gone:
-            raise WorkerLostError(
-                f"nobody has all that a lost pserver kept of '{self._worker.specs()[number].name}': a worker was lost, "
-                "or joined, in the last steps before; begin the job again, from its last checkpoint"
-            )
+            raise WorkerLostError(f"{self._missing(number)}: a worker was lost, or joined, in the last steps before")
+
+    def _missing(self, number: int) -> str:
+        return (
+            f"nobody has all that a lost pserver kept of '{self._worker.specs()[number].name}' any more; begin the job "
+            "again, from its last checkpoint"
+        )
 
     def _snapshots(self) -> list[pb.Snapshot]:
         """All that this worker has, for a report."""
         return [
-            pb.Snapshot(bucket=number, step=step, ranks=snapshot.ranks)
+            pb.Snapshot(
+                bucket=number, step=step, ranks=snapshot.ranks if step else kept.ranks, part=bool(snapshot.values)
+            )
             for number, bucket in enumerate(self._buckets)
-            for step, snapshot in ({} if bucket.kept is None else bucket.kept.snapshots).items()
+            if (kept := bucket.kept) is not None
+            for step, snapshot in kept.snapshots.items()
         ]
+
+    def _can_move(self) -> bool:
+        """Whether workers have all that pservers keep, so that these may change."""
+        ranks = self._worker.view.ranks
+        kept = [bucket.kept for bucket in self._buckets if bucket.kept is not None]
+        return not self.paused and all(each.oldest in (None, ranks) for each in kept)
 
     def _begin_replay(self) -> set[int]:
         """Returns the buckets that `_replay` is for. Caller holds the lock."""
@@ -117,3 +132,15 @@ class Replaying(abc.ABC):
                     self._changed.notify_all()
         except TfpsError as error:
             self.fail(error)
+        except Exception as bug:  # else whatever asks this worker would wait for ever
+            self.fail(TfpsError(f"rank {self.rank}: could not give other pservers what it has kept: {bug!r}"))
+
+    def _differs(self, number: int) -> None:
+        """Fails, as a round that programs have had is computed again without a worker that has just gone."""
+        error = WorkerLostError(
+            f"a worker has gone while pservers computed again what they had: {self._missing(number)}"
+        )
+        threading.Thread(target=self.fail, args=[error], name="tfps-replay-failed", daemon=True).start()
+
+    def is_awaited(self, bucket: int) -> bool:
+        return self._call(lambda worker: worker.peers.is_awaited(bucket))
