@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jobs
 import moving
@@ -15,11 +15,12 @@ from jobs import Cluster, Pending, attempt, poll, summed
 from moving import ITEMS
 
 from tfps.config import Config
-from tfps.errors import TfpsError, WorkerLostError
+from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.types import Argument, Array
 from tfps.worker.elastic import ElasticWorker
+from tfps.worker.worker import Worker
 
 RATE, MOMENTUM = np.float32(0.25), np.float32(0.5)
 SGD = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (ITEMS,), (False,))
@@ -211,3 +212,79 @@ def test_a_worker_and_a_pserver_together_end_the_job_by_name(cluster: Cluster) -
 
     for error in attempt(*(functools.partial(push, worker) for worker in job.workers)):
         assert isinstance(error, WorkerLostError)
+
+
+def test_a_worker_that_goes_while_pservers_compute_again_ends_the_job_by_name(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Training(cluster, every=50)
+    job.train(3)
+    begin = ElasticWorker._start_replay
+
+    def dies(self: ElasticWorker, worker: Worker, behind: set[int]) -> None:
+        if self.rank == 2:
+            worker.close("SIGTERM")
+        else:
+            begin(self, worker, behind)
+
+    monkeypatch.setattr(ElasticWorker, "_start_replay", dies)
+    job.servers[0].stop(0)
+    poll(lambda: all(worker.failure is not None for worker in job.workers[:2]))
+    for worker in job.workers[:2]:
+        with pytest.raises(WorkerLostError, match="a worker has gone while pservers computed again"):
+            worker.read(MODEL[0], 1, 0, 4)
+
+
+def test_a_worker_whose_program_ends_gives_what_it_has_kept(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Training(cluster, every=50)
+    job.train(3)
+    may, replay = threading.Event(), ElasticWorker._replay
+
+    def held(self: ElasticWorker, *arguments: Argument) -> None:
+        if self.rank == 2:
+            may.wait(jobs.DEADLINE_S)
+        replay(self, *arguments)
+
+    monkeypatch.setattr(ElasticWorker, "_replay", held)
+    job.lose(0)
+    last = job.workers.pop()
+    closing = threading.Thread(target=last.close)
+    closing.start()
+    may.set()
+    closing.join()
+    job.check_slots()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_who_joins_with_the_number_of_a_lost_worker_has_nothing_of_its_part(cluster: Cluster, steps: int) -> None:
+    job = Training(cluster, every=50)
+    job.train(3)
+    job.workers.pop().close("SIGTERM")
+    poll(lambda: all(worker.view.ranks == (0, 1) for worker in job.workers))
+    job.newcomer(2, [*job.specs, *SPECS])
+    job.train(steps)
+    job.lose(0)
+    job.check_slots()
+    job.train(1)
+
+
+def test_a_declaration_that_only_some_have_finished_is_made_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Training(cluster)
+    job.train(2)
+    declare, once = Worker.declare, set[int]()
+
+    def unanswered(self: Worker, specs: Sequence[BucketSpec], *arguments: Argument) -> list[int]:
+        ids = declare(self, specs, *arguments)
+        if self.rank and self.rank not in once and not self.view.generation > 1:
+            once.add(self.rank)
+            error = PserverLostError("its answer did not come")
+            self.fail(error)
+            raise error
+        return ids
+
+    monkeypatch.setattr(Worker, "declare", unanswered)
+    job.declare([], ["a detail"])
+    job.train(2)
+    job.check_slots()

@@ -199,8 +199,8 @@ class ElasticWorker(CurrentWorker, Replaying):
                     found = worker.admit(candidates)
                     for bucket in self._buckets:
                         with bucket.lock:
-                            if bucket.kept is not None:  # who joins has what comes after this
-                                bucket.kept.take(self.rank, worker, tuple(found or ()))
+                            if bucket.kept is not None and found is not None:
+                                bucket.kept.admit(self.rank, worker, tuple(found))
                     with self._changed:
                         self._ended.difference_update(worker.view.ranks)
                     return found

@@ -117,6 +117,12 @@ class Kept:
         values = [worker.read(self._number, array, begin, end - begin) for array in range(self._arrays)]
         self.snapshots[self.given] = Snapshot(ranks, begin, values)
 
+    def admit(self, rank: int, worker: Worker, others: tuple[int, ...]) -> None:
+        """Takes a snapshot of `others` before somebody joins, who has nothing of what came before."""
+        if self.given:
+            self.take(rank, worker, others)
+            self.ranks = others
+
     def answered(self, step: int, ranks: Collection[int]) -> None:
         """A push has been answered. All ranks have what they had to take before it, and need nothing older."""
         self.ranks, self.replies = tuple(sorted(ranks)), step + 1
