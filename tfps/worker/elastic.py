@@ -31,7 +31,6 @@ from tfps.errors import (
     TfpsError,
     WaitTimeoutError,
 )
-from tfps.exchange.aggregate import join_gathered, split_gathered
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
     BucketSpec,
@@ -46,9 +45,9 @@ from tfps.exchange.interface import (
 from tfps.membership.members import Resumed
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
-from tfps.types import Argument, Buffer, Options
+from tfps.types import Argument, Options
 from tfps.worker.current import CurrentWorker
-from tfps.worker.kept import ElasticBucket, Push, kept
+from tfps.worker.kept import ElasticBucket, Push, kept, packed, unpacked
 from tfps.worker.meeting import meet, pservers_now
 from tfps.worker.replaying import Replaying
 from tfps.worker.worker import Worker
@@ -322,7 +321,7 @@ class ElasticWorker(CurrentWorker, Replaying):
             if push not in bucket.pushes:  # it has been answered before
                 return
             bucket.pushes.remove(push)
-            on_reply, push.on_reply = push.on_reply, _nothing  # it may keep the reply, as long as this is kept
+            on_reply = push.answered()
             if reply.error is None:
                 bucket.last = reply if kept is None else bucket.last
                 bucket.replies = bucket.replies + 1 if worker.candidate else reply.step + 1
@@ -605,7 +604,7 @@ class ElasticWorker(CurrentWorker, Replaying):
             came.release()
 
         for number, result in results.items():
-            own = _packed(self._buckets[number].last) if result.rank == self.rank else None
+            own = packed(self._buckets[number].last) if result.rank == self.rank else None
             new.repeat(number, result.rank, own, functools.partial(take, number))
         for _ in results:
             if not came.acquire(timeout=self.config.step_timeout_s):
@@ -613,23 +612,4 @@ class ElasticWorker(CurrentWorker, Replaying):
         for reply in replies.values():
             if reply.error is not None:
                 raise reply.error
-        return {number: _unpacked(replies[number], result) for number, result in results.items()}
-
-
-def _nothing(_: Reply) -> None:
-    """Has had its reply."""
-
-
-def _packed(reply: Reply) -> Buffer:
-    """What a rank gives to those that lack this reply."""
-    if reply.parts is None:
-        return reply.sum
-    return join_gathered([[memoryview(reply.parts[rank]).cast("B")] for rank in sorted(reply.parts)])
-
-
-def _unpacked(reply: Reply, result: pb.Result) -> Reply:
-    """The reply that rank `result.rank` has given."""
-    ranks = sorted(result.ranks)
-    if reply.parts is None:
-        return Reply(sum=reply.sum, ranks=ranks)
-    return Reply(parts=split_gathered(memoryview(reply.parts[result.rank]), ranks), ranks=ranks)
+        return {number: unpacked(replies[number], result) for number, result in results.items()}

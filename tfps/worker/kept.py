@@ -16,9 +16,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tfps.exchange.aggregate import join_gathered, split_gathered
 from tfps.exchange.codecs import ITEM_BYTES
 from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply
-from tfps.types import Array
+from tfps.protos import tfps_pb2 as pb
+from tfps.types import Array, Buffer
 from tfps.worker.worker import Worker
 
 
@@ -40,6 +42,11 @@ class Push:
     step_scalars: bytes = b""
     writes: Sequence[Write] = ()  # before it
 
+    def answered(self) -> OnReply:
+        """Returns who gets the reply, once: it may keep that as long as this is kept."""
+        on_reply, self.on_reply = self.on_reply, _nothing
+        return on_reply
+
     def give(self, number: int, worker: Worker, take: OnReply) -> None:
         """Gives it to `worker`."""
         for write in self.writes:
@@ -48,6 +55,10 @@ class Push:
             worker.collect_residual(number, take)
         else:
             worker.push(number, self.payload, take, self.step_scalars)
+
+
+def _nothing(_: Reply) -> None:
+    """Has had its reply."""
 
 
 class Snapshot(NamedTuple):
@@ -164,3 +175,18 @@ class ElasticBucket:
     replies: int = 0
     last: Reply = field(default_factory=Reply)
     gone: bool = False  # whether nobody has what pservers kept
+
+
+def packed(reply: Reply) -> Buffer:
+    """What a rank gives to those that lack this reply."""
+    if reply.parts is None:
+        return reply.sum
+    return join_gathered([[memoryview(reply.parts[rank]).cast("B")] for rank in sorted(reply.parts)])
+
+
+def unpacked(reply: Reply, result: pb.Result) -> Reply:
+    """The reply that rank `result.rank` has given."""
+    ranks = sorted(result.ranks)
+    if reply.parts is None:
+        return Reply(sum=reply.sum, ranks=ranks)
+    return Reply(parts=split_gathered(memoryview(reply.parts[result.rank]), ranks), ranks=ranks)
