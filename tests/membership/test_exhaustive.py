@@ -230,9 +230,9 @@ class Worker(Part):
             what = bytes(memoryview(reply.sum).cast("B"))
         else:
             what = repr({rank: bytes(part) for rank, part in (reply.parts or {}).items()}).encode()
-        # Of a gradient each worker knows the ranks of the slice that came last.
-        self.results.append((number, step, what, () if number == GRADIENT else ranks))
+        self.results.append((number, step, what, ranks))
         if number == TOTAL:
+            assert len(set(np.frombuffer(what, np.float32))) == 1, "a total has a rank in all of it or in nothing"
             self.asked.append((what, ranks))
             self._ask()
         else:
@@ -459,7 +459,7 @@ def test_in_every_order_of_messages_and_one_fault_the_others_agree(name: str) ->
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "why"),
     [
-        (PushedBucket, "is_atomic", property(lambda self: False), "a broadcast is the source's|have seen what differs"),
+        (PushedBucket, "is_atomic", property(lambda self: False), "in all of it or in nothing"),
         (RoundSlice, "change_view", lambda self, view, upcoming=(): [], "somebody waits for ever"),
         (RankSets, "number", lambda self, ranks: 1, "a broadcast is the source's"),
     ],
