@@ -12,7 +12,7 @@ without, where all are started again and go on from the last epoch that BackupAn
 Cost: two jobs of two workers and two pservers in `fit`, one with `min_workers` and one without, take epochs in turn,
 50 MB of gradients per step and little to compute: steps per second, CPU and memory, with shared memory and over TCP.
 Snapshots: the same over TCP for two jobs with `min_workers`, `update="server"` and Adam, of which one has
-`snapshot_steps=10`.
+`snapshot_steps=10`. And a pserver is killed, as above, where pservers update with `snapshot_steps=10`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,14 @@ def _snapshots(quick: bool) -> Outcome:
     on_server = {"TFPS_MIN_WORKERS": "1", "TFPS_UPDATE": "server"}
     jobs = {"without": on_server, "with": {**on_server, "TFPS_SNAPSHOT_STEPS": "10"}}
     runs = _compared("snapshots", "tcp", jobs, 5 if quick else 20, "--adam")
-    return Outcome({f"snapshots_{name}": median(runs, name) for name in _figures(jobs)}, runs)
+    headline = {f"snapshots_{name}": median(runs, name) for name in _figures(jobs)}
+    for size_mb in SIZES_MB[: 1 if quick else None]:
+        name, more = f"snapshots_pserver_{size_mb}mb", jobs["with"]
+        count = 1 if quick else PSERVER_RUNS[size_mb]
+        found = [_fault(name, PSERVERS["pserver"], size_mb, **more) for _ in range(count)]
+        runs += found
+        headline[f"{name}_wait_s"] = median(found, "wait_s")
+    return Outcome(headline, runs)
 
 
 PARTS = {
@@ -236,10 +243,10 @@ def _killed(context: contextlib.AbstractContextManager[subprocess.Popen[str]]): 
             process.kill()
 
 
-def _fault(name: str, fault: _Fault | None, size_mb: int) -> dict[str, Json]:
-    """None: a pserver joins."""
+def _fault(name: str, fault: _Fault | None, size_mb: int, **more: str) -> dict[str, Json]:
+    """None: a pserver joins. `more`: environment variables."""
     with contextlib.ExitStack() as stack:
-        job = _Job(stack, 3, ["exchange", "--mb", str(size_mb)])
+        job = _Job(stack, 3, ["exchange", "--mb", str(size_mb)], **more)
         _until(lambda: all(len(job.times(each)) > STEPS_BEFORE[size_mb] for each in range(3)))
         others = list(range(3))
         if fault is None:
@@ -376,16 +383,23 @@ def _work_exchange(folder: str, size_mb: int) -> None:
 
     from tfps.config import Config
     from tfps.exchange.interface import BucketSpec, Reply
+    from tfps.exchange.update_spec import StepScalars, UpdateSpec
     from tfps.trace.recorder import Recorder
     from tfps.worker.elastic import ElasticWorker
 
-    rank, config = int(os.environ["TFPS_RANK"]), Config(min_workers=1)
+    rank, config = int(os.environ["TFPS_RANK"]), Config.from_environment(min_workers=1)
     addresses = os.environ["TFPS_PSERVERS"].split(",")
     worker = ElasticWorker(addresses, rank=rank, config=config, recorder=Recorder())
     nbytes = min(size_mb * 1_000_000, BUCKET_BYTES)
     names = [f"gradient {number}" for number in range(size_mb * 1_000_000 // nbytes)]
-    buckets = worker.declare([BucketSpec((name,), "sum", nbytes, "float32", i) for i, name in enumerate(names)])
-    payload = np.ones(nbytes // 4, np.float32)
+    update, items = None, nbytes // 4
+    if config.update == "server":
+        constants, slots = (("momentum", 0.9), ("nesterov", 0.0)), (("momentum", 0.0),)
+        update = UpdateSpec("sgd", constants, slots, (items,), (False,))
+    specs = [BucketSpec((name,), "sum", nbytes, "float32", i, update=update) for i, name in enumerate(names)]
+    buckets, payload = worker.declare(specs), np.ones(items, np.float32)
+    for bucket in buckets if update is not None and rank == 0 else ():
+        worker.write(bucket, 0, 0, payload)
     with pathlib.Path(folder, f"{rank}.times").open("ab", buffering=0) as times:
         for step in range(2**31):
             replied = threading.Semaphore(0)
@@ -394,7 +408,9 @@ def _work_exchange(folder: str, size_mb: int) -> None:
                 replied.release()
 
             for bucket in buckets:
-                worker.push(bucket, payload, note)
+                mark = int(step == 0)  # all ranks have assigned the parameters
+                scalars = b"" if update is None else StepScalars(mark, (float(step), 1e-3)).pack()
+                worker.push(bucket, payload, note, scalars)
             for _ in buckets:
                 replied.acquire()
             times.write(_TIME.pack(0, step, time.monotonic()))
