@@ -305,7 +305,7 @@ class Config:
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
                 size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
-                default = 0 if size or field.name in ("staleness", "min_workers", "snapshot_steps") else field.default
+                default = 0 if size or field.default is None else field.default  # None stands for no number
                 values[field.name] = _parse(name, environment[name], default)
         return cls(**{**values, **explicit})
 

@@ -10,11 +10,10 @@ from jobs import Cluster
 from tfps.errors import MismatchError, ProtocolError
 from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.codecs import codec_of, known
-from tfps.exchange.interface import BucketSpec
+from tfps.exchange.interface import BucketSpec, kept_arrays
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import RankSets, View
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.shard import kept_arrays
 from tfps.pserver.slices import Answer, GatherSlice, Late, OwnedSlice, Push, RoundScalars, SumSlice
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames

@@ -14,10 +14,9 @@ from recorded import sends
 from tfps.config import Config
 from tfps.errors import ConfigError, MismatchError, ProtocolError
 from tfps.exchange.codecs import codec_of, known
-from tfps.exchange.interface import BucketSpec, Exchange
+from tfps.exchange.interface import BucketSpec, Exchange, kept_arrays
 from tfps.exchange.rules import flushed
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.pserver.shard import kept_arrays
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
 from tfps.worker.embedded import EmbeddedExchange

@@ -86,6 +86,12 @@ class Training(moving.Job):
                 slots = worker.read(number, 1, 0, 4 * ITEMS).view(np.float32)
                 np.testing.assert_array_equal(slots, self.slots[number])
 
+    def leave(self, place: int) -> None:
+        """One of the workers leaves, and the others know it."""
+        self.workers.pop(place).close("SIGTERM")
+        left = tuple(worker.rank for worker in self.workers)
+        poll(lambda: all(worker.view.ranks == left for worker in self.workers))
+
     def kept(self) -> list[int]:
         """How many pushes each worker keeps of the first bucket."""
         found = [worker._buckets[MODEL[0]].kept for worker in self.workers]
@@ -99,6 +105,19 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     jobs.use(request.param, monkeypatch)
     with Cluster() as cluster:
         yield cluster
+
+
+def hold_replay(monkeypatch: pytest.MonkeyPatch, rank: int) -> threading.Event:
+    """Until the event is set, this rank gives other pservers nothing of what it has kept."""
+    may, replay = threading.Event(), ElasticWorker._replay
+
+    def held(self: ElasticWorker, *arguments: Argument) -> None:
+        if self.rank == rank:
+            may.wait(jobs.DEADLINE_S)
+        replay(self, *arguments)
+
+    monkeypatch.setattr(ElasticWorker, "_replay", held)
+    return may
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -136,14 +155,7 @@ def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
 ) -> None:
     job = Training(cluster, every=1)
     job.train(1)
-    may, replay, slow = threading.Event(), ElasticWorker._replay, job.workers[1]
-
-    def held(self: ElasticWorker, *arguments: Argument) -> None:
-        if self is slow:
-            may.wait(jobs.DEADLINE_S)
-        replay(self, *arguments)
-
-    monkeypatch.setattr(ElasticWorker, "_replay", held)
+    slow, may = job.workers[1], hold_replay(monkeypatch, 1)
     job.lose(0)
     others = [worker._buckets[number].kept for worker in job.workers if worker is not slow for number in MODEL]
     poll(lambda: all(kept is not None and kept.given for kept in others))  # the last step, again
@@ -173,8 +185,7 @@ def test_no_more_is_kept_than_asked_for(cluster: Cluster) -> None:
 def test_workers_that_are_left_keep_all_after_their_next_step(cluster: Cluster) -> None:
     job = Training(cluster, every=50)
     job.train(3)
-    job.workers.pop(0).close("SIGTERM")
-    poll(lambda: all(worker.view.ranks == (1, 2) for worker in job.workers))
+    job.leave(0)
     job.train(2)
     job.lose(0)
     job.train(2)
@@ -184,8 +195,7 @@ def test_workers_that_are_left_keep_all_after_their_next_step(cluster: Cluster) 
 def test_a_newcomer_has_its_part_after_its_first_step(cluster: Cluster) -> None:
     job = Training(cluster, every=50)
     job.train(3)
-    job.workers.pop(0).close("SIGTERM")
-    poll(lambda: all(worker.view.ranks == (1, 2) for worker in job.workers))
+    job.leave(0)
     job.train(2)
     job.newcomer(0, [*job.specs, *SPECS])
     job.workers.sort(key=lambda worker: worker.rank)  # the order of additions
@@ -198,8 +208,7 @@ def test_a_newcomer_has_its_part_after_its_first_step(cluster: Cluster) -> None:
 def test_a_worker_and_a_pserver_together_end_the_job_by_name(cluster: Cluster) -> None:
     job = Training(cluster, every=50)
     job.train(3)
-    job.workers.pop(0).close("SIGTERM")
-    poll(lambda: all(worker.view.ranks == (1, 2) for worker in job.workers))
+    job.leave(0)
     job.lose(0)
     with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept of 'a'"):
         job.workers[0].read(MODEL[0], 1, 0, 4)
@@ -238,14 +247,7 @@ def test_a_worker_that_goes_while_pservers_compute_again_ends_the_job_by_name(
 def test_a_worker_whose_program_ends_gives_what_it_has_kept(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Training(cluster, every=50)
     job.train(3)
-    may, replay = threading.Event(), ElasticWorker._replay
-
-    def held(self: ElasticWorker, *arguments: Argument) -> None:
-        if self.rank == 2:
-            may.wait(jobs.DEADLINE_S)
-        replay(self, *arguments)
-
-    monkeypatch.setattr(ElasticWorker, "_replay", held)
+    may = hold_replay(monkeypatch, 2)
     job.lose(0)
     last = job.workers.pop()
     closing = threading.Thread(target=last.close)
@@ -259,8 +261,7 @@ def test_a_worker_whose_program_ends_gives_what_it_has_kept(cluster: Cluster, mo
 def test_who_joins_with_the_number_of_a_lost_worker_has_nothing_of_its_part(cluster: Cluster, steps: int) -> None:
     job = Training(cluster, every=50)
     job.train(3)
-    job.workers.pop().close("SIGTERM")
-    poll(lambda: all(worker.view.ranks == (0, 1) for worker in job.workers))
+    job.leave(2)
     job.newcomer(2, [*job.specs, *SPECS])
     job.train(steps)
     job.lose(0)

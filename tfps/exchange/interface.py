@@ -85,6 +85,13 @@ class BucketSpec:
         return f"bucket '{', '.join(self.common_names)}' {self.kind}{size}{codec} priority {self.priority}{update}"
 
 
+def kept_arrays(spec: BucketSpec) -> int:
+    """How many arrays of its size the pservers keep of a bucket with an update, or of one that is compressed."""
+    if spec.update is not None:
+        return 1 + len(spec.update.slots) + (spec.codec is not None)  # the parameters first, the worker view last
+    return int(spec.codec is not None and spec.codec.feeds_back)  # the residual
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """Measurements of the path to one pserver."""

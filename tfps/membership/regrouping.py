@@ -27,9 +27,7 @@ class Result:
 class Snapshot:
     """What pservers had before a step, in parts."""
 
-    ranks: Sequence[
-        int
-    ]  # who have the parts; nobody, as far as the worker knows; or, of step 0, whose pushes came since
+    ranks: Sequence[int]  # who have the parts, as far as the worker knows; of step 0: whose pushes came since
     part: bool = False  # whether the worker has its own
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tfps.config import Config
 from tfps.errors import ConfigError
 from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
-from tfps.exchange.interface import BucketSpec, parse_dtype
+from tfps.exchange.interface import BucketSpec, kept_arrays, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.membership.view import RankSets, View
@@ -151,10 +151,3 @@ def _text_bytes(spec: BucketSpec) -> int:
     if (update := spec.update) is not None:
         texts += [name for name, _ in (*update.constants, *update.slots)] + [""] * len(update.sizes)
     return sum(_TEXT_BYTES + _CHARACTER_BYTES * len(text) for text in texts)
-
-
-def kept_arrays(spec: BucketSpec) -> int:
-    """How many arrays of its size the pservers keep of a bucket with an update, or of one that is compressed."""
-    if spec.update is not None:
-        return 1 + len(spec.update.slots) + (spec.codec is not None)  # the parameters first, the worker view last
-    return int(spec.codec is not None and spec.codec.feeds_back)  # the residual

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, cast, overload
+from typing import Literal, NamedTuple, NoReturn, Protocol, cast, overload
 
 import grpc
 import grpc.experimental
@@ -132,7 +132,7 @@ def memory_message(offer: Offer | None) -> pb.SharedMemory | None:
 def config_of(settings: pb.Settings) -> Config:
     """The reverse of `settings_of`, with the first sizes in place of "auto"."""
     values = {field.name: getattr(settings, field.name) for field in settings.DESCRIPTOR.fields}
-    unset = {name: None for name in ("staleness", "min_workers", "snapshot_steps") if not settings.HasField(name)}
+    unset = {name: None for name in values if getattr(Config, name, 0) is None and not settings.HasField(name)}
     return Config(**{**values, **unset})
 
 
@@ -303,9 +303,7 @@ class Pserver:
         try:
             reply = self._calls[name](request, timeout=timeout_s, metadata=self.metadata)
         except grpc.RpcError as error:
-            self._raise_stranger(error)
-            self.explain()
-            raise lost(self.address, error, f"in {name}") from error
+            self._end(name, error)
         if name != "Leave":
             raise_failure(reply)
         return reply
@@ -323,11 +321,15 @@ class Pserver:
                 self.explain()
                 raise PserverLostError(f"pserver {self.address}: {name} was given up") from None
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
-                self._raise_stranger(error)
-                self.explain()
-                raise lost(self.address, error, f"in {name}") from error
+                self._end(name, error)
             raise_failure(reply)
             return reply
+
+    def _end(self, name: str, error: grpc.RpcError | grpc.FutureCancelledError) -> NoReturn:
+        """Raises why a call has failed."""
+        self._raise_stranger(error)
+        self.explain()
+        raise lost(self.address, error, f"in {name}") from error
 
     def close(self) -> None:
         self.channel.close()

@@ -323,7 +323,8 @@ class ElasticWorker(CurrentWorker, Replaying):
             bucket.pushes.remove(push)
             on_reply = push.answered()
             if reply.error is None:
-                bucket.last = reply if kept is None else bucket.last
+                if kept is None:
+                    bucket.last = reply
                 bucket.replies = bucket.replies + 1 if worker.candidate else reply.step + 1
         on_reply(reply)
 

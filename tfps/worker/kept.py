@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tfps.exchange.aggregate import join_gathered, split_gathered
 from tfps.exchange.codecs import ITEM_BYTES
-from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply
+from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply, kept_arrays
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array, Buffer
 from tfps.worker.worker import Worker
@@ -121,7 +121,7 @@ class Kept:
 
         Until then nothing changes on pservers. Before the first one they have nothing.
         """
-        if not ranks or self.given == 0 or getattr(self.snapshots.get(self.given), "ranks", None) == ranks:
+        if not ranks or self.given == 0 or self.snapshots.get(self.given, Snapshot()).ranks == ranks:
             return
         place, count = ranks.index(rank), len(ranks)
         begin, end = (ITEM_BYTES * (self._items * each // count) for each in (place, place + 1))
@@ -161,7 +161,7 @@ def kept(number: int, spec: BucketSpec, every: int | None) -> Kept | None:
     """What is kept of a bucket; None: it has no update, or no snapshots are taken."""
     if spec.update is None or every is None:
         return None
-    return Kept(number, 1 + len(spec.update.slots), spec.nbytes, every)
+    return Kept(number, kept_arrays(spec), spec.nbytes, every)
 
 
 @dataclass(slots=True)

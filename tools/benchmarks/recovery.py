@@ -461,8 +461,8 @@ if __name__ == "__main__":
     _parser.add_argument("--steps", type=int, default=0)
     _parser.add_argument("--mb", type=int, default=0)
     _parser.add_argument("--backup", action="store_true")
-    _parser.add_argument("--paced", action="store_true")
-    _parser.add_argument("--adam", action="store_true")  # each epoch begins with a line of stdin
+    _parser.add_argument("--paced", action="store_true")  # each epoch begins with a line of stdin
+    _parser.add_argument("--adam", action="store_true")
     _options = _parser.parse_args()
     if _options.what == "exchange":
         _work_exchange(_options.folder, _options.mb)
