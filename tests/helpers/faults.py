@@ -172,7 +172,7 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
         gradients = [each for each in self._buckets if is_gradient(each)]
         if point == "after the last push" and gradients and all(each.steps > step for each in gradients):
             ending.set()
-            threading.Event().wait()  # else it might push a further step meanwhile
+            ended.wait()  # else it might push a further step meanwhile; one that wakes up goes on
 
     def watch() -> None:
         ending.wait()
