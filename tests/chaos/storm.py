@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
     kind: str
     number: int  # of the processes that have had its rank
-    not_before: int  # the epoch in which it may ask to join
+    not_before: int  # the epoch at whose end it may ask to join, if others had its rank before
     faults: list[tuple[int, faults.Point, int]]  # see faults.fail_at
     due: dict[str, list[int]]  # the ranks that may join at the end of an epoch, for which the others wait
     moves: list[tuple[int, int, str, int, int]]  # after a step of an epoch: `Story._move` of a pserver and another one
@@ -57,7 +57,6 @@ class Story(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Argument = None) -> None:
         self._epoch = epoch
-        (self._folder / f"epoch{epoch}").touch()
 
     def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
         for epoch, step, what, number, other in self._moves if self._strategy.rank == 0 else ():
@@ -78,6 +77,7 @@ class Story(keras.callbacks.Callback):
         offer(addresses[other], addresses[number], len(EVERYBODY), Security())
 
     def on_epoch_end(self, epoch: int, logs: Argument = None) -> None:
+        (self._folder / f"end{epoch}").touch()
         due = set(self._due.get(str(epoch), ()))
         if due and self._strategy.rank == 0:
             poll(lambda: due.issubset(self._strategy._runtime.exchange.joining.candidates(1)))
@@ -139,8 +139,8 @@ def train(folder: Path, task: Task) -> None:
     if "late" in task.kind and task.number == 0:
         end_late()
     callbacks = [faults.fail_at(*fault) for fault in task.faults]
-    if task.not_before:
-        poll((folder / f"epoch{task.not_before}").exists)
+    if task.number:  # no earlier: others might take it in the middle of an epoch, and wait at the end in vain
+        poll((folder / f"end{task.not_before}").exists)
     strategy = tfps.Strategy()
     with strategy.scope():
         model = lossy.build()
