@@ -18,7 +18,9 @@ from tfps.config import Config
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.pserver import regrouping
 from tfps.types import Argument, Array
+from tfps.worker.client import PserverClient
 from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
@@ -94,7 +96,7 @@ class Training(moving.Job):
 
     def kept(self) -> list[int]:
         """How many pushes each worker keeps of the first bucket."""
-        found = [worker._buckets[MODEL[0]].kept for worker in self.workers]
+        found = [worker._buckets[MODEL[0]].log for worker in self.workers]
         return [len(each._log) for each in found if each is not None]
 
 
@@ -157,7 +159,7 @@ def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
     job.train(1)
     slow, may = job.workers[1], hold_replay(monkeypatch, 1)
     job.lose(0)
-    others = [worker._buckets[number].kept for worker in job.workers if worker is not slow for number in MODEL]
+    others = [worker._buckets[number].log for worker in job.workers if worker is not slow for number in MODEL]
     poll(lambda: all(kept is not None and kept.given for kept in others))  # the last step, again
     step = job.begin_step()
     may.set()
@@ -221,6 +223,33 @@ def test_a_worker_and_a_pserver_together_end_the_job_by_name(cluster: Cluster) -
 
     for error in attempt(*(functools.partial(push, worker) for worker in job.workers)):
         assert isinstance(error, WorkerLostError)
+
+
+def test_a_worker_that_dies_before_it_has_written_its_part_ends_the_job_by_name(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have declared all buckets, and must not begin with what lacks its part."""
+    job = Training(cluster, every=2)
+    job.train(5)
+    write, over = PserverClient.write, threading.Event()
+
+    def dies(self: PserverClient, *arguments: Argument) -> None:
+        if self.membership.rank == 2 and (new := job.workers[2]._next) is not None:
+            for stream in new._streams:
+                stream.close()
+            over.wait(jobs.DEADLINE_S)
+            raise TfpsError("it has died")
+        write(self, *arguments)
+
+    monkeypatch.setattr(PserverClient, "write", dies)
+    monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
+    job.servers[0].stop(0)
+    try:
+        for worker in job.workers[:2]:
+            with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept"):
+                worker.read(MODEL[0], 1, 0, 4)
+    finally:
+        over.set()
 
 
 def test_a_worker_that_goes_while_pservers_compute_again_ends_the_job_by_name(

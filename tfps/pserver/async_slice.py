@@ -129,10 +129,11 @@ class AsyncSlice(OwnedSlice):
         scalars: RankScalars,
         bound: StalenessBound,
         delay_compensation: float,
+        first: int = 0,
     ) -> None:
         super().__init__(recorder, format_.nbytes, sets, parameters)
         self.bound, self._format, self._scalars, self._delay_compensation = bound, format_, scalars, delay_compensation
-        self._steps = dict.fromkeys(bound.view.ranks, 0)  # pushes of each rank
+        self._steps = dict.fromkeys(bound.view.ranks, first)  # pushes of each rank, if the first one is of step `first`
         self._done = dict.fromkeys(bound.view.ranks, 0)  # steps of each rank in this phase
         self._phase = bound.phase.number
         self._marked: dict[int, _Pushed] = {}  # wait for all ranks' assignments

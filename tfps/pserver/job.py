@@ -324,6 +324,8 @@ class Job(Elastic):
         self._shard.add(declaration.specs, declaration.steps)
         declaration.agreed = True
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
+        if self._goes_on_now:
+            self._shard.take_put()
         self._changed.notify_all()
         return True
 
