@@ -43,7 +43,8 @@ class Training(moving.Job):
         super().__init__(cluster, pservers=2, config=config(every, staleness))
         self.declare([BucketSpec(("a",), "sum", 4 * ITEMS, "float32", 0, update=update)])
         self.every, self.has_slots = every, update is SGD
-        self.parameters, self.slots = self.random.normal(size=ITEMS).astype(np.float32), np.zeros(ITEMS, np.float32)
+        self.parameters: Array = self.random.normal(size=ITEMS).astype(np.float32)
+        self.slots: Array = np.zeros(ITEMS, np.float32)
         self.seen = [self.parameters] * WORKERS  # by rank: the parameters that it got last
         self.snapshots = [self.slots] * WORKERS  # and the slots of its snapshot
         self.pushes = [0] * WORKERS  # since all have assigned values
