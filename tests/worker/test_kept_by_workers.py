@@ -52,10 +52,10 @@ class Training(moving.Job):
 
     def push(self, worker: ElasticWorker, number: int, gradient: Array) -> Pending:
         """As `bring` in runtime/remote.py."""
-        if self.assigned and worker.rank == worker.view.ranks[0]:
+        if wrote := self.assigned and worker.rank == worker.view.ranks[0]:
             worker.write(number, 0, 0, self.parameters[number])
         reply, mark = Pending(), 7 if self.assigned else 0
-        scalars = StepScalars(mark, (float(self.steps), float(RATE)))
+        scalars = StepScalars(mark, (float(self.steps), float(RATE)), wrote)
         worker.push(number, gradient, reply, step_scalars=scalars.pack())
         return reply
 
@@ -190,6 +190,15 @@ def test_workers_that_are_left_keep_all_after_their_next_step(cluster: Cluster) 
     job.leave(0)
     job.train(2)
     job.lose(0)
+    job.train(2)
+    job.check_slots()
+
+
+def test_who_is_first_now_writes_what_all_assign(cluster: Cluster) -> None:
+    job = Training(cluster, every=50)
+    job.train(2)
+    job.leave(0)
+    job.assign()
     job.train(2)
     job.check_slots()
 

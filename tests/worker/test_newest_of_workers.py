@@ -42,6 +42,7 @@ class Training(moving.Job):
     ) -> None:
         super().__init__(cluster, pservers=2, config=config(every, staleness))
         self.declare([BucketSpec(("a",), "sum", 4 * ITEMS, "float32", 0, update=update)])
+        self.all_workers = list(self.workers)
         self.every, self.has_slots = every, update is SGD
         self.parameters: Array = self.random.normal(size=ITEMS).astype(np.float32)
         self.slots: Array = np.zeros(ITEMS, np.float32)
@@ -51,10 +52,10 @@ class Training(moving.Job):
 
     def push(self, worker: ElasticWorker, gradient: Array, mark: int = 0) -> Pending:
         """As `bring` in runtime/remote.py."""
-        if mark and worker.rank == worker.view.ranks[0]:
+        if wrote := mark > 0 and worker.rank == worker.view.ranks[0]:
             worker.write(MODEL, 0, 0, self.parameters)
         reply = Pending()
-        worker.push(MODEL, gradient, reply, step_scalars=StepScalars(mark, (0.0, float(RATE))).pack())
+        worker.push(MODEL, gradient, reply, step_scalars=StepScalars(mark, (0.0, float(RATE)), wrote).pack())
         return reply
 
     def gradient(self) -> Array:
@@ -194,6 +195,17 @@ def test_a_gradient_in_flight_counts_at_most_once(cluster: Cluster) -> None:
     job.lose_state(0)
     # Of a new job nobody is ahead: it only reads.
     np.testing.assert_array_equal(summed(ahead.wait()), job.parameters)
+
+
+def test_values_of_a_worker_that_is_lost_before_it_has_written_them_end_the_job_by_name(cluster: Cluster) -> None:
+    job = Training(cluster)
+    job.end_assigning(job.assign())
+    others, job.workers = job.workers[1:], job.workers[1:]
+    pushed = [job.push(worker, job.gradient(), mark=7) for worker in others]  # rank 0 is to write
+    first = next(worker for worker in job.all_workers if worker.rank == 0)
+    first.close("SIGTERM")
+    for pending in pushed:
+        assert "before it had written what all ranks have assigned" in str(pending.error())
 
 
 def test_a_pserver_lost_with_values_that_some_only_have_ends_the_job_by_name(

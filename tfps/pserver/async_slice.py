@@ -17,7 +17,7 @@ from tfps.exchange.codecs import Floats
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import RankSets, View
-from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
+from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, not_written
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import WHOLE, Header
 
@@ -183,6 +183,8 @@ class AsyncSlice(OwnedSlice):
     def _assigned(self) -> None:
         """Once all ranks have assigned values, rank 0's count, and then all gradients, in rank order."""
         if self._marked and self._marked.keys() >= set(self.bound.view.ranks):
+            if not any(each.scalars is not None and each.scalars.wrote for each in self._marked.values()):
+                raise not_written(self._format.label)
             self.parameters.take_put()
             marked, self._marked = self._marked, {}
             if self._delay_compensation:
