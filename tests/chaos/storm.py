@@ -91,7 +91,8 @@ def note(folder: Path, rank: int, number: int) -> None:
     def noted_verdict(self: Lockstep, progress: Argument, position: int, codes: Argument, ranks: Argument) -> Argument:
         found = verdict(self, progress, position, codes, ranks)
         candidate = self.runtime.exchange.joining.candidate
-        if found.all_have and not candidate:  # what a candidate tries out is its own business
+        is_one = position < STEPS  # a rank that has left an epoch does not deny that it has one batch more
+        if found.all_have and is_one and not candidate:  # what a candidate tries out is its own business
             notes.write(json.dumps(["batch", progress.place, position, list(ranks)]) + "\n")
         return found
 

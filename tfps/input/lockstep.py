@@ -67,7 +67,7 @@ class IteratorProgress:
     asked: int = 0  # number of positions requested
     known: int = 0  # number that exist
     owed: int = 0  # number due for announcement
-    held: int | None = None  # a position that is not announced yet, as pushes of earlier steps are under way
+    held: set[int] = field(default_factory=set)  # positions that wait for answers to pushes of earlier steps
     agreed: int = 0  # announced positions before this one exist on all ranks
     stops: bool = False  # whether some rank has no batch at position `agreed`
     allowed: int | None = None  # batches that may be read so far; None: all
@@ -227,7 +227,7 @@ class Lockstep:
                 progress.owed = position + 1 + (trains and foresees)
                 self._owed.extend((progress, each) for each in range(start, progress.owed))
                 if progress.owed > position + 1 and self.runtime.exchange.joining.least:
-                    progress.held = position + 1
+                    progress.held.add(position + 1)
                     self.runtime.unanswered.then(functools.partial(self._release, progress, position + 1))
             progress.waiting.append((position, together))
             self._advance(progress)
@@ -237,8 +237,7 @@ class Lockstep:
     def _release(self, progress: IteratorProgress, position: int) -> None:
         """All pushes before the request for the batch before `position` have been answered."""
         with self.changes(progress):
-            if progress.held == position:
-                progress.held = None
+            progress.held.discard(position)
 
     @property
     def taken(self) -> int | None:
@@ -392,7 +391,7 @@ class Lockstep:
                 self._owed.popleft()
                 continue
             code = progress.code(position)
-            if code is None or position > progress.agreed or progress.place is None or position == progress.held:
+            if code is None or position > progress.agreed or progress.place is None or position in progress.held:
                 return
             digest = first_batches.NOTHING if position else progress.first
             if position == progress.joined and progress.digest_of is not None and code not in (_NONE, _FAILED):
