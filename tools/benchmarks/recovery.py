@@ -7,8 +7,11 @@ Pservers: the same with 50 and 500 MB per step, where a pserver is killed (the c
 stopped, or joins; how much longer than a usual step before it the longest step takes.
 Joins: two workers in `fit`; one is killed and started again. How much longer than others the first step is in which it
 takes part, for the one that stays; variables are copied through the pservers.
-Deaths: three workers in `fit`, of which one is killed every minute, in turn, and started again: with `min_workers`, and
-without, where all are started again and go on from the last epoch that BackupAndRestore has saved. Steps that count.
+Deaths: three workers of which one is killed every minute, in turn, and another one started 5 s later. With
+`min_workers`; without, where all are started again and go on from the last epoch (40 steps) that BackupAndRestore has
+saved; with Elastic Horovod, if it is installed, that commits every 10 steps, with its timeout of 30 s and with one of 5
+s. All train the same: 4 MB of gradients, 12 rows per step, which are divided among the workers. A worker sleeps 15 ms
+for each of its rows, as if it had a machine of its own. Steps that count, and pauses from one new step to the next.
 Cost: two jobs of two workers and two pservers in `fit`, one with `min_workers` and one without, take epochs in turn,
 50 MB of gradients per step and little to compute: steps per second, CPU and memory, with shared memory and over TCP.
 Snapshots: the same over TCP for two jobs with `min_workers`, `update="server"` and Adam, of which one has
@@ -22,14 +25,14 @@ import itertools
 import pathlib
 import signal
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tfps.types import Json
 from tools import children
 from tools.benchmarks.common import Outcome, median
-from tools.recovery.job import LAYERS, TICK, Job, Step, until
+from tools.recovery import deaths
+from tools.recovery.job import LAYERS, Job, Step, until
 
 
 class _Fault(NamedTuple):
@@ -60,13 +63,13 @@ STEPS_BEFORE = {1: 100, 50: 40, 500: 10}  # a fault, by MB per step
 PSERVER_RUNS = {50: 5, 500: 3}
 SIZES_MB = (50, 500)
 JOIN_EPOCH_MB = 2000  # of variables in the steps of an epoch: a join opens the data once for each epoch that is over
-DEATH_UNITS, DEATH_STEPS = 1024, 40
-DEATHS_S, QUICK_DEATHS_S = (60.0, 300.0), (30.0, 30.0)  # from one to the next, of all
+DEATH_UNITS = 512
+DEATHS_S, QUICK_DEATHS_S = (60.0, 180.0), (40.0, 40.0)  # from one to the next, of all
 COST_MB, COST_STEPS = 50, 20
 
 
 def run(quick: bool, part: str = "") -> Outcome:
-    """Medians of all parts, or of one; one run of deaths each with and without going on."""
+    """Medians of all parts, or of one; one run of deaths each."""
     runs: list[dict[str, Json]] = []
     headline: dict[str, float] = {}
     for name, measure in PARTS.items():
@@ -110,10 +113,20 @@ def _joins(quick: bool) -> Outcome:
 
 def _deaths(quick: bool) -> Outcome:
     every_s, window_s = QUICK_DEATHS_S if quick else DEATHS_S
-    runs = [_deaths_of(kind, every_s, window_s) for kind in ("undisturbed", "goes_on", "restarts")]
-    headline: dict[str, float] = {f"{one['kind']}_steps_per_h": one["steps_per_h"] for one in runs}
-    for kind in ("goes_on", "restarts"):
-        headline[f"{kind}_ratio"] = headline[f"{kind}_steps_per_h"] / headline["undisturbed_steps_per_h"]
+    runs: list[dict[str, Json]] = []
+    headline: dict[str, float] = {}
+    for kind in deaths.KINDS:
+        if absence := deaths.absence(kind):
+            print(absence)
+            continue
+        one = _note(deaths.measure(kind, DEATH_UNITS, every_s, window_s))
+        runs.append(one)
+        headline[f"{kind}_steps_per_h"] = one["steps_per_h"]
+        if one["deaths"]:
+            whole = "horovod_undisturbed" if kind in deaths.HOROVOD else "undisturbed"
+            headline[f"{kind}_ratio"] = one["steps_per_h"] / headline[f"{whole}_steps_per_h"]
+            for name in ("lost", "join"):
+                headline[f"{kind}_{name}_pause_s"] = statistics.median(one[f"{name}_pauses_s"])
     return Outcome(headline, runs)
 
 
@@ -216,38 +229,6 @@ def _joins_of(size_mb: int, count: int) -> list[dict[str, Json]]:
             one = {"what": "join", "mb": size_mb, "join_s": round(took[first] - usual_s, 3)}
             found.append(_note({**one, "usual_s": round(usual_s, 3)}))
         return found
-
-
-def _deaths_of(kind: str, every_s: float, window_s: float) -> dict[str, Json]:
-    with contextlib.ExitStack() as stack:
-        work = ["fit", "--units", str(DEATH_UNITS), "--steps", str(DEATH_STEPS)]
-        more = {"TFPS_MIN_WORKERS": "1"}
-        if kind == "restarts":
-            work, more = [*work, "--backup"], {}
-        job = Job(stack, 3, work, **more)
-        until(lambda: all(len(job.steps(rank)) > DEATH_STEPS for rank in range(3)))
-        began_s, deaths = time.monotonic(), 0
-        first = max(job.steps(rank)[-1][:2] for rank in range(3))
-        while (left_s := began_s + window_s - time.monotonic()) > 0:
-            next_s = began_s + every_s * (deaths + 0.5) - time.monotonic()
-            if kind == "undisturbed" or next_s > left_s:
-                TICK.wait(left_s)
-                break
-            TICK.wait(max(next_s, 0.0))
-            rank, deaths = deaths % 3, deaths + 1
-            job.end(job.workers[rank])
-            if kind == "goes_on":
-                job.start_again(rank)
-                continue
-            for other in range(3):  # they end by themselves; what starts them again is not what is measured
-                job.end(job.workers[other])
-            for other in range(3):
-                job.start_again(other)
-        last = max(entry[:2] for rank in range(3) for entry in job.steps(rank))
-        steps = (last[0] - first[0]) * DEATH_STEPS + last[1] - first[1]
-        took_s = time.monotonic() - began_s
-        found = {"what": "deaths", "kind": kind, "deaths": deaths, "steps": steps, "window_s": round(took_s, 1)}
-        return _note({**found, "steps_per_h": round(steps / took_s * 3600)})
 
 
 def _compared(
