@@ -21,6 +21,10 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _SSH = '#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n'
 
 
+class HorovodError(Exception):
+    """The job has ended; the message has what it said last."""
+
+
 class HorovodJob:
     """`workers` processes at a time; they run tools/recovery/horovod_worker.py.
 
@@ -83,9 +87,13 @@ class HorovodJob:
         self._tell_hosts()
 
     def steps(self) -> list[list[Step]]:
-        """Of each process that there has been."""
+        """Of each process that there has been.
+
+        Raises:
+            HorovodError: the job has ended.
+        """
         if self._driver.poll() is not None:
-            raise RuntimeError(f"horovodrun ended with {self._driver.returncode}:\n{self.output()}")
+            raise HorovodError(f"horovodrun ended with {self._driver.returncode}:\n{self.output()}")
         return [read_steps(self.folder / f"{host}.times") for host in self._all]
 
     def output(self) -> str:
