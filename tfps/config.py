@@ -97,7 +97,8 @@ class Config:
         snapshot_steps: with `min_workers` and `update="server"`, after how many steps workers take a snapshot of what
             pservers keep, each of a part; they keep their gradients since then, and training survives the loss of
             pservers. None: it does not. Each step more costs the memory of a gradient (docs/faults.md). With "diloco"
-            and "local": after how many exchanges.
+            and "local": after how many exchanges. With "async" workers keep no gradients, but the newest parameters,
+            and a snapshot of slots alone.
         rejoin_timeout_s: seconds that training waits for others to join when fewer than `min_workers` are left, or for
             a pserver to come back when none is left; and that one who joins waits until the others let it take part.
         on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
@@ -242,7 +243,7 @@ class Config:
         if self.grace_s != Config.grace_s and self.quorum == 1:
             raise ConfigError(f"grace_s is for a quorum below 1: else all are waited for, got {self.grace_s!r}")
         if self.snapshot_steps is not None:
-            keeps = mode in _LOCAL_MODES or (mode, update) == ("sync", "server")
+            keeps = mode in _LOCAL_MODES or update == "server"
             if not keeps or (self.min_workers is None, self.compression, self.quorum) != (False, "none", 1):
                 raise ConfigError(
                     "snapshot_steps is for min_workers with update='server', or with mode='diloco' or 'local', without "

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import IO, cast
 
 END_S = 20.0
+Start = Callable[..., "subprocess.Popen[str]"]  # as subprocess.Popen; `Host.popen` starts on another host
 
 
 @contextlib.contextmanager
@@ -28,14 +29,14 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
 def python(
     arguments: Sequence[str],
     variables: Mapping[str, str] = MappingProxyType({}),
-    popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+    popen: Start = subprocess.Popen,
     stderr: int | None = None,
 ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Starts this Python with `arguments`, as of this copy of tfps and its tools; see `ended`.
 
     Args:
         variables: added to the environment.
-        popen: `Host.popen` starts it on another host.
+        popen: what starts it.
     """
     root = pathlib.Path(__file__).resolve().parents[1]
     process = popen(

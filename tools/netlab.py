@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,8 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from tools import netlab_loss
+from tools.netlab_loss import Loss
 from tools.netlab_probe import FRAME, MTU, Flow, Measurement, measure
 from tools.netlab_system import (
     CONFIGURATION,
@@ -46,7 +49,7 @@ from tools.netlab_system import (
 if TYPE_CHECKING:  # the lab needs nothing but Python
     from tfps.types import Argument
 
-__all__ = ["Host", "Measurement", "Netlab", "NetlabError", "Rate", "Rates", "clean", "unavailable"]
+__all__ = ["Host", "Loss", "Measurement", "Netlab", "NetlabError", "Rate", "Rates", "clean", "unavailable"]
 
 MAX_HOSTS = 250
 MIN_MBIT, MAX_MBIT = 1, 100_000
@@ -197,6 +200,34 @@ class Netlab:
         """Cuts the network in two: `hosts` reach each other and nobody else, until they are plugged in again."""
         for host in hosts:
             _ip(self._switch, f"link set port{host.index} master apart")
+
+    @contextlib.contextmanager
+    def lossy(self, hosts: Sequence[Host], share: float, *, seed: int = 1) -> Iterator[Loss]:
+        """Loses `share` of the packets in each direction of these hosts' links, at random; these are single frames.
+
+        A process passes them on, up to about 100,000 per second on an idle core. When the context ends, the hosts are
+        cut off.
+
+        Raises:
+            NetlabError: `share` is out of range.
+        """
+        if not 0.0 <= share <= 1.0:
+            raise NetlabError(f"share must be from 0 to 1, got {share}")
+        links = [(f"host{host.index}", f"line{host.index}") for host in hosts]
+        for host, (near, far) in zip(hosts, links, strict=True):
+            port = f"port{host.index}"  # the name stays that of what is in the switch: rates and cuts are about it
+            run("tc", "-n", self._switch.namespace, *f"qdisc del dev {port} root".split())
+            _ip(self._switch, f"link set {port} down nomaster")
+            _ip(self._switch, f"link set {port} name {near}")
+            _ip(self._switch, f"link add {port} mtu {MTU} type veth peer name {far} mtu {MTU}")
+            _ip(self._switch, f"link set {port} master eth0 up")
+            for device in (near, far):  # nothing but the process answers here
+                _ip(self._switch, f"link set {device} arp off addrgenmode none up")
+            self._shape(self._switch, port, self._rates[host.index].rx_mbit)
+            netlab_loss.single_frames(host.popen, "eth0")
+        netlab_loss.single_frames(self._switch.popen, *(f"port{host.index}" for host in hosts))
+        with netlab_loss.lossy(self._switch.popen, links, share, seed) as loss:
+            yield loss
 
     def _shape(self, host: Host, device: str, rate_mbit: float) -> None:
         burst, queue = self._burst_and_queue(rate_mbit)

@@ -327,7 +327,13 @@ class Run:
         for mine, its in zip(first["weights"], pickle.loads((self.folder / "plain.pickle").read_bytes()), strict=True):
             np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5)
         found_out: dict[str, Json] = json.loads((self.folder / "summary.json").read_text())
+        self._check_losses({(step, rank) for step, rank in found_out["lost"]})
         return found_out
+
+    def _check_losses(self, lost: set[tuple[int, int]]) -> None:
+        """A death takes rows of the step in flight and of the batch after it, no more; given (step, rank)."""
+        longer = [(step, rank) for step, rank in lost if {(step + 1, rank), (step + 2, rank)} <= lost]
+        assert not longer, sorted(lost)
 
     def __str__(self) -> str:
         said = [str(self.plan)]

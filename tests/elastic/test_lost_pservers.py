@@ -119,6 +119,30 @@ def test_so_do_workers_that_train_apart(tmp_path: Path, case: str, point: str) -
             assert [w.tobytes() for w in one] == [w.tobytes() for w in other]
 
 
+@pytest.mark.parametrize("optimizer", [pytest.param("SGD", marks=pytest.mark.long), "Adam"])
+def test_so_do_workers_that_are_not_in_step_and_each_batch_is_used_once(tmp_path: Path, optimizer: str) -> None:
+    """The first pserver counts the batches that have been handed out."""
+    epochs = 3
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(pserver("--port=0")) for _ in range(2)]
+        environment = {"TFPS_MIN_WORKERS": "1", "TFPS_SNAPSHOT_STEPS": "3", "TFPS_MODE": "async"}
+        environment |= {"TFPS_UPDATE": "server", "OPTIMIZER": optimizer}
+        environment["FAULT"] = json.dumps([1, 8, "before a push", KILL, [servers[0][0].pid]])
+        tasks = [[f"{tmp_path}/{rank}", str(epochs)] for rank in range(3)]
+        addresses = [address for _, address in servers]
+        with processes.started("handed_out.py", addresses, 3, tasks, **environment) as started:
+            ended = processes.finish(started, TIMEOUT_S)
+    text = "\n".join(output for _, output in ended)
+    assert [code for code, _ in ended] == [0, 0, 0], text
+    assert text.count("the workers meet, to go on with the pservers") == 3, text
+    found = [pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in range(3)]
+    for epoch in range(epochs):
+        weights, steps, _ = zip(*(each[epoch] for each in found), strict=True)
+        assert len({b"".join(array.tobytes() for array in each) for each in weights}) == len(set(steps)) == 1
+        assert sum(each[epoch][2] for each in found) == 60
+        assert steps[0] == 20 * (epoch + 1)  # the mean of theirs
+
+
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CASES: dict[str, tuple[str, dict[int, list[Argument]], dict[str, str]]] = {
     "the coordinator, between two slices": ("arrays", {1: [3, "between slices", KILL, [0]]}, {}),

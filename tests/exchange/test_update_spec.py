@@ -27,11 +27,11 @@ def test_a_spec_survives_its_text_bit_for_bit() -> None:
 
 def test_numbers_have_names_in_an_order_that_follows_from_the_spec() -> None:
     assert ADAM.scalars == ("iteration", "learning_rate", "alpha", "average_momentum", "overwrite")
-    numbers = StepScalars(2**63 + 5, (7.0, 0.1, 0.2, math.nan, 1.0))
+    numbers = StepScalars(2**63 + 5, (7.0, 0.1, 0.2, math.nan, 1.0), wrote=True)
     again = StepScalars.unpack(numbers.pack(), ADAM)
-    assert again.mark == numbers.mark
+    assert (again.mark, again.wrote) == (numbers.mark, True)
     assert str(again.values) == str(numbers.values)
-    with pytest.raises(ProtocolError, match=r"step scalars of an update must be iteration, .* got 47 bytes"):
+    with pytest.raises(ProtocolError, match=r"step scalars of an update must be iteration, .* got 48 bytes"):
         StepScalars.unpack(numbers.pack()[:-1], ADAM)
 
 

@@ -18,6 +18,8 @@ import local_training
 import tfps
 from tfps.types import Array, Logs
 
+OPTIMIZER = os.environ.get("OPTIMIZER", "SGD")
+
 if __name__ == "__main__":
     file, epochs = sys.argv[1:]
     faulty, *fault = json.loads(os.environ["FAULT"])
@@ -27,7 +29,8 @@ if __name__ == "__main__":
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = local_training.model()
-        model.compile(keras.optimizers.SGD(0.01), local_training.loss())
+        optimizer = keras.optimizers.get({"class_name": OPTIMIZER, "config": {"learning_rate": 0.01}})
+        model.compile(optimizer, local_training.loss())
     found: list[tuple[list[Array], int, int]] = []  # after each epoch: weights, mean steps so far, own batches
     batches: list[int] = []
 

@@ -42,6 +42,7 @@ def smooth() -> keras.Model:
 
 PROGRAMS = {
     "adam": (lambda: training.mlp()[0], lambda: keras.optimizers.Adam(1e-3)),
+    "wide": (lambda: training.mlp(256)[0], lambda: keras.optimizers.Adam(1e-3)),
     "adafactor": (smooth, lambda: keras.optimizers.Adafactor(1e-3)),
     "embedding": (embedding, lambda: keras.optimizers.Adam(1e-3)),
     "embedding_sgd": (embedding, lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)),

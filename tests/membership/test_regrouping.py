@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfps.errors import PserverLostError, WorkerLostError
-from tfps.membership.regrouping import Regrouped, Report, Result, Snapshot, check_present, conclude
+from tfps.membership.regrouping import Newest, Regrouped, Report, Result, Snapshot, check_present, conclude
 from tfps.types import Argument
 
 HERE, THERE, DEAD = "here:1", "there:1", "dead:1"
@@ -126,6 +126,29 @@ def test_of_a_network_cut_in_two_at_most_one_side_goes_on(cut: tuple[list[set[in
     if len(set(places)) == 2 and len(sides[0]) != len(sides[1]):
         larger = max(sides, key=len)
         assert [set(found.ranks) for found in going_on] == [larger]
+
+
+@pytest.mark.parametrize(
+    ("others", "of_the_last", "goes_on"),
+    [
+        (Newest(0), Newest(0), True),  # nobody has values yet
+        (Newest(2, True, (0, 1, 2), 2), Newest(2, True, (0, 1, 2), 2), True),
+        (Newest(2), Newest(2), True),  # no slots
+        (Newest(2), Newest(1), False),  # it has parameters from before all assigned others
+        (Newest(2, True, (0, 1, 2), 2), Newest(2, True, (0, 1, 2), 1), False),  # slots
+        (Newest(2, True, (0, 1, 2), 2), Newest(2, True, (0, 1), 2), False),  # its part is another one
+        (Newest(2, True, (0, 1, 3), 2), Newest(2, True, (0, 1, 3), 2), False),  # who has not come has a part
+        (Newest(1, True), Newest(1, True), False),  # there is no snapshot yet
+    ],
+)
+def test_in_mode_async_all_parts_have_to_be_of_the_same_values(
+    others: Newest, of_the_last: Newest, goes_on: bool
+) -> None:
+    reports = {rank: of(SEES, steps=(4 + rank,), newest={0: others}) for rank in (0, 1)}
+    found = agreed({**reports, 2: of(SEES, steps=(3,), newest={0: of_the_last})})
+    assert list(found.gone) == ([] if goes_on else [0])
+    assert list(found.steps) == [5]
+    assert not found.results
 
 
 Held = Mapping[int, Snapshot]  # by step

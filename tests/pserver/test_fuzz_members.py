@@ -111,7 +111,8 @@ class Case:
             came = scalars._by_rank if isinstance(scalars, RoundScalars) else scalars._latest
             known = scalars._step == step if isinstance(scalars, RoundScalars) else scalars.at(rank, step) is not None
             if not known or rank not in came:
-                payload = StepScalars(int(step == 0), tuple(self.random.choice(NUMBERS) for _ in spec.update.scalars))
+                numbers = tuple(self.random.choice(NUMBERS) for _ in spec.update.scalars)
+                payload = StepScalars(int(step == 0), numbers, wrote=True)
                 if step < 2**64:
                     return frames.encode(Header(Kind.SCALARS, bucket=number, step=step, generation=1), payload.pack())
         flags = self.random.choice((0, 0, 0, frames.EMPTY))

@@ -242,7 +242,7 @@ class Member:
         self.steps[number] += 1
         for raw in self.ranks:
             if spec.update is not None:
-                scalars = StepScalars(int(step == 0), (float(step), 0.5)).pack()
+                scalars = StepScalars(int(step == 0), (float(step), 0.5), wrote=raw is self.ranks[0]).pack()
                 header = Header(Kind.SCALARS, bucket=number, step=step, generation=1)
                 found.append((raw, frames.encode(header, scalars)))
             header = Header(Kind.PUSH, flags, number, 0, spec.priority, step, 0, 1)

@@ -52,7 +52,7 @@ class Client:
 
     def push(self) -> None:
         mark = int(self.step == 0)  # the parameters count once all have pushed a first step
-        scalars = StepScalars(mark, (float(self.step), 2.0**-20)).pack()
+        scalars = StepScalars(mark, (float(self.step), 2.0**-20), wrote=True).pack()
         header = Header(Kind.SCALARS, bucket=0, step=self.step, generation=1)
         message = jobs._as_part(frames.encode(header, scalars))
         message += jobs._as_part(frames.encode(Header(Kind.PUSH, 0, 0, 0, 0, self.step, 0, 1), GRADIENT))

@@ -63,7 +63,8 @@ class Rank:
     ) -> jobs.Pending:
         """Pushes the gradient of the next step; before the first one it has assigned values, as every program has."""
         pending, steps = jobs.Pending(), self.steps[bucket]
-        numbers = StepScalars(mark or (0 if steps else ASSIGNED), (float(steps), rate, *more))
+        mark = mark or (0 if steps else ASSIGNED)
+        numbers = StepScalars(mark, (float(steps), rate, *more), wrote=bool(mark) and self.worker.rank == 0)
         self.steps[bucket] += 1
         self.worker.push(bucket, gradient, pending, step_scalars=numbers.pack())
         return pending
@@ -269,8 +270,8 @@ def test_a_push_without_a_gradient_changes_nothing_and_one_without_numbers_only_
         ([(Header(Kind.PUSH, step=1), bytes(16))], "step of slice 0 of bucket 'w' must be 0 for rank 0, got 1"),
         ([(Header(Kind.PUSH), bytes(12))], "payload of slice 0 of bucket 'w' must have 16 bytes"),
         ([(Header(Kind.PUSH, EMPTY), b"")], "the parameters of slice 0 of bucket 'w' must be put before"),
-        ([(Header(Kind.SCALARS), bytes(24))] * 2, "must come once per step, for one after step 0 of rank 0"),
-        ([(Header(Kind.SCALARS), bytes(24)), (Header(Kind.PUSH), bytes(16))], "must be put before its first update"),
+        ([(Header(Kind.SCALARS), bytes(25))] * 2, "must come once per step, for one after step 0 of rank 0"),
+        ([(Header(Kind.SCALARS), bytes(25)), (Header(Kind.PUSH), bytes(16))], "must be put before its first update"),
     ],
 )
 def test_frames_that_do_not_fit_are_refused_by_name(

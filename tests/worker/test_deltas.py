@@ -62,7 +62,7 @@ class Ranks:
         pending = []
         for worker, gradient in zip(self.workers, gradients, strict=True):
             pending.append(Pending())
-            numbers = StepScalars(mark, (float(self.steps), 0.25)).pack()
+            numbers = StepScalars(mark, (float(self.steps), 0.25), wrote=worker is self.workers[0]).pack()
             worker.push(0, gradient, pending[-1], step_scalars=numbers)
         self.steps += 1
         return pending

@@ -38,7 +38,7 @@ def momentum(items: int = ITEMS, name: str = "w") -> BucketSpec:
 
 
 def numbers(step: int, rate: float = 0.25, mark: int = 0) -> bytes:
-    return StepScalars(mark, (float(step), rate)).pack()
+    return StepScalars(mark, (float(step), rate), wrote=bool(mark)).pack()
 
 
 def pushed(exchange: Exchange, gradient: np.ndarray, given: bytes, bucket: int = 0) -> jobs.Pending:

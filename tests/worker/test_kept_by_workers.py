@@ -18,7 +18,9 @@ from tfps.config import Config
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.pserver import regrouping
 from tfps.types import Argument, Array
+from tfps.worker.client import PserverClient
 from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
@@ -50,10 +52,10 @@ class Training(moving.Job):
 
     def push(self, worker: ElasticWorker, number: int, gradient: Array) -> Pending:
         """As `bring` in runtime/remote.py."""
-        if self.assigned and worker.rank == worker.view.ranks[0]:
+        if wrote := self.assigned and worker.rank == worker.view.ranks[0]:
             worker.write(number, 0, 0, self.parameters[number])
         reply, mark = Pending(), 7 if self.assigned else 0
-        scalars = StepScalars(mark, (float(self.steps), float(RATE)))
+        scalars = StepScalars(mark, (float(self.steps), float(RATE)), wrote)
         worker.push(number, gradient, reply, step_scalars=scalars.pack())
         return reply
 
@@ -94,7 +96,7 @@ class Training(moving.Job):
 
     def kept(self) -> list[int]:
         """How many pushes each worker keeps of the first bucket."""
-        found = [worker._buckets[MODEL[0]].kept for worker in self.workers]
+        found = [worker._buckets[MODEL[0]].log for worker in self.workers]
         return [len(each._log) for each in found if each is not None]
 
 
@@ -157,7 +159,7 @@ def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
     job.train(1)
     slow, may = job.workers[1], hold_replay(monkeypatch, 1)
     job.lose(0)
-    others = [worker._buckets[number].kept for worker in job.workers if worker is not slow for number in MODEL]
+    others = [worker._buckets[number].log for worker in job.workers if worker is not slow for number in MODEL]
     poll(lambda: all(kept is not None and kept.given for kept in others))  # the last step, again
     step = job.begin_step()
     may.set()
@@ -192,6 +194,15 @@ def test_workers_that_are_left_keep_all_after_their_next_step(cluster: Cluster) 
     job.check_slots()
 
 
+def test_who_is_first_now_writes_what_all_assign(cluster: Cluster) -> None:
+    job = Training(cluster, every=50)
+    job.train(2)
+    job.leave(0)
+    job.assign()
+    job.train(2)
+    job.check_slots()
+
+
 def test_a_newcomer_has_its_part_after_its_first_step(cluster: Cluster) -> None:
     job = Training(cluster, every=50)
     job.train(3)
@@ -221,6 +232,33 @@ def test_a_worker_and_a_pserver_together_end_the_job_by_name(cluster: Cluster) -
 
     for error in attempt(*(functools.partial(push, worker) for worker in job.workers)):
         assert isinstance(error, WorkerLostError)
+
+
+def test_a_worker_that_dies_before_it_has_written_its_part_ends_the_job_by_name(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have declared all buckets, and must not begin with what lacks its part."""
+    job = Training(cluster, every=2)
+    job.train(5)
+    write, over = PserverClient.write, threading.Event()
+
+    def dies(self: PserverClient, *arguments: Argument) -> None:
+        if self.membership.rank == 2 and (new := job.workers[2]._next) is not None:
+            for stream in new._streams:
+                stream.close()
+            over.wait(jobs.DEADLINE_S)
+            raise TfpsError("it has died")
+        write(self, *arguments)
+
+    monkeypatch.setattr(PserverClient, "write", dies)
+    monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
+    job.servers[0].stop(0)
+    try:
+        for worker in job.workers[:2]:
+            with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept"):
+                worker.read(MODEL[0], 1, 0, 4)
+    finally:
+        over.set()
 
 
 def test_a_worker_that_goes_while_pservers_compute_again_ends_the_job_by_name(

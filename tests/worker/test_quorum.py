@@ -32,7 +32,7 @@ def begin(cluster: Cluster, count: int = 3, **settings: Argument) -> list[Worker
 def pushed(worker: Worker, part: float, weight: float = 1.0, mark: int = 0) -> Pending:
     """Pushes a third of a change, with the learning rate 1."""
     pending = Pending()
-    scalars = StepScalars(mark, (0.0, 1.0, weight)).pack()
+    scalars = StepScalars(mark, (0.0, 1.0, weight), wrote=bool(mark) and worker.rank == 0).pack()
     worker.push(0, np.full(ITEMS, part, np.float32), pending, step_scalars=scalars)
     return pending
 

@@ -112,20 +112,21 @@ class StepScalars:
 
     mark: int  # whether this rank has assigned variables or slots since its last push, and to what; 0: it has not
     values: tuple[float, ...]  # in the order of `UpdateSpec.scalars`
+    wrote: bool = False  # whether it is this rank that has written what all have assigned
 
     def pack(self) -> bytes:
-        """As sent: the mark (u64) and float64 values, little-endian."""
-        return struct.pack(f"<Q{len(self.values)}d", self.mark, *self.values)
+        """As sent: the mark (u64), `wrote` (u8) and float64 values, little-endian."""
+        return struct.pack(f"<QB{len(self.values)}d", self.mark, self.wrote, *self.values)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview, spec: UpdateSpec) -> StepScalars:
         """The reverse of `pack`. Raises ProtocolError if the size is not that of the scalars of `spec`."""
         names = spec.scalars
-        layout = struct.Struct(f"<Q{len(names)}d")
+        layout = struct.Struct(f"<QB{len(names)}d")
         if len(data) != layout.size:
             raise ProtocolError(f"step scalars of an update must be {', '.join(names)}, got {len(data)} bytes")
-        mark, *values = layout.unpack(data)
-        return cls(mark, tuple(values))
+        mark, wrote, *values = layout.unpack(data)
+        return cls(mark, tuple(values), bool(wrote))
 
 
 def difference(names: Sequence[str], ours: StepScalars, theirs: StepScalars) -> str | None:

@@ -2,6 +2,9 @@
 
 Each rank announces one step ahead whether it has the next batch; the announcements are summed over all ranks while the
 previous step computes. If one rank has no batch, the data ends there for all of them.
+
+Where a job goes on without lost workers, a rank announces a batch only once all that it pushed two steps before has
+been answered. So what a worker's death takes with it is the step in flight and the batch after it, no more.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class IteratorProgress:
     asked: int = 0  # number of positions requested
     known: int = 0  # number that exist
     owed: int = 0  # number due for announcement
+    held: int | None = None  # a position that is not announced yet, as pushes of earlier steps are under way
     agreed: int = 0  # announced positions before this one exist on all ranks
     stops: bool = False  # whether some rank has no batch at position `agreed`
     allowed: int | None = None  # batches that may be read so far; None: all
@@ -222,10 +226,19 @@ class Lockstep:
                 foresees = progress.foresees and (progress.allowed is None or position + 1 < progress.allowed)
                 progress.owed = position + 1 + (trains and foresees)
                 self._owed.extend((progress, each) for each in range(start, progress.owed))
+                if progress.owed > position + 1 and self.runtime.exchange.joining.least:
+                    progress.held = position + 1
+                    self.runtime.unanswered.then(functools.partial(self._release, progress, position + 1))
             progress.waiting.append((position, together))
             self._advance(progress)
             if self._stopped is not None and (progress, position) in self._owed:
                 self._stopped.set()
+
+    def _release(self, progress: IteratorProgress, position: int) -> None:
+        """All pushes before the request for the batch before `position` have been answered."""
+        with self.changes(progress):
+            if progress.held == position:
+                progress.held = None
 
     @property
     def taken(self) -> int | None:
@@ -379,7 +392,7 @@ class Lockstep:
                 self._owed.popleft()
                 continue
             code = progress.code(position)
-            if code is None or position > progress.agreed or progress.place is None:
+            if code is None or position > progress.agreed or progress.place is None or position == progress.held:
                 return
             digest = first_batches.NOTHING if position else progress.first
             if position == progress.joined and progress.digest_of is not None and code not in (_NONE, _FAILED):

@@ -128,7 +128,7 @@ def parse(argv: Sequence[str]) -> Plan:
     add("--pservers", type=int, metavar="N", help="pserver processes (default 1)")
     text = "go on when workers are lost, with no fewer than N (default: if one fails, all are ended)"
     add("--min-workers", type=int, metavar="N", help=text)
-    text = "with --min-workers: start each worker that is lost again, up to N times; it joins the others"
+    text = "with --min-workers: start each worker and pserver that is lost again, up to N times; it joins the others"
     add("--restart", type=int, metavar="N", help=text)
     place = parser.add_mutually_exclusive_group()
     text = "run N workers on each of these hosts, reached by ssh, by the names under which they reach each other"

@@ -32,6 +32,26 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Newest:
+    """What a worker has of a bucket that pservers update in mode "async": the parameters, and a part of the slots."""
+
+    assigned: int  # how often all ranks have assigned values together
+    slots: bool = False  # whether it has any
+    ranks: Sequence[int] = ()  # who have the parts of the snapshot of the slots
+    snapshot_assigned: int = 0  # as `assigned`, before the snapshot
+
+    def is_held_with(self, others: Sequence[Newest], ranks: Sequence[int]) -> bool:
+        """Whether `ranks`, this one and `others`, have it together."""
+        all_ = (self, *others)
+        if any(each.assigned != self.assigned for each in all_):
+            return False  # parameters of some are those from before
+        has_none = self.assigned == 0 or not self.slots  # before the first values, pservers keep nothing
+        return has_none or all(
+            tuple(each.ranks) == tuple(ranks) and each.snapshot_assigned == self.assigned for each in all_
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What one worker knows of its job when it has lost a pserver."""
 
@@ -50,6 +70,7 @@ class Report:
     reason: str = ""
     # Of buckets that pservers update, the worker's snapshots by their steps.
     snapshots: Mapping[int, Mapping[int, Snapshot]] = field(default_factory=dict)
+    newest: Mapping[int, Newest] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +119,9 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
             snapshot = _snapshot(bucket, present, here)
             steps[bucket] = step if snapshot is None else snapshot
             gone += [bucket] if snapshot is None else []
+        elif any(bucket in report.newest for report in here):
+            held = [report.newest.get(bucket, Newest(0)) for report in here]
+            gone += [] if held[0].is_held_with(held[1:], present) else [bucket]
         elif any(report.steps[bucket] < step for report in here):
             first = next(rank for rank in present if reports[rank].steps[bucket] == step)
             results[bucket] = Result(first, reports[first].results.get(bucket, sorted(reports[first].ranks)))

@@ -297,6 +297,20 @@ class MemberStatus(_message.Message):
     window_bytes: int
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ..., shared_memory: bool = ..., busy_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
+class Newest(_message.Message):
+    __slots__ = ["assigned", "bucket", "ranks", "slots", "snapshot_assigned"]
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    assigned: int
+    bucket: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    slots: bool
+    snapshot_assigned: int
+    def __init__(self, bucket: _Optional[int] = ..., assigned: _Optional[int] = ..., slots: bool = ..., ranks: _Optional[_Iterable[int]] = ..., snapshot_assigned: _Optional[int] = ...) -> None: ...
+
 class OfferReply(_message.Message):
     __slots__ = ["failure"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -450,10 +464,11 @@ class RegroupRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., asks: bool = ..., report: _Optional[_Union[Report, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ["declarations", "generation", "lost", "ranks", "reached", "reason", "refused", "results", "silent", "snapshots", "steps", "unreached"]
+    __slots__ = ["declarations", "generation", "lost", "newest", "ranks", "reached", "reason", "refused", "results", "silent", "snapshots", "steps", "unreached"]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -466,6 +481,7 @@ class Report(_message.Message):
     declarations: int
     generation: int
     lost: _containers.RepeatedScalarFieldContainer[int]
+    newest: _containers.RepeatedCompositeFieldContainer[Newest]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     reached: _containers.RepeatedScalarFieldContainer[str]
     reason: str
@@ -475,7 +491,7 @@ class Report(_message.Message):
     snapshots: _containers.RepeatedCompositeFieldContainer[Snapshot]
     steps: _containers.RepeatedScalarFieldContainer[int]
     unreached: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., silent: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., unreached: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., snapshots: _Optional[_Iterable[_Union[Snapshot, _Mapping]]] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., silent: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., unreached: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., snapshots: _Optional[_Iterable[_Union[Snapshot, _Mapping]]] = ..., newest: _Optional[_Iterable[_Union[Newest, _Mapping]]] = ...) -> None: ...
 
 class RestReply(_message.Message):
     __slots__ = ["failure"]
@@ -646,14 +662,16 @@ class TakeReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ["counter", "incarnation", "rank"]
+    __slots__ = ["counter", "follows", "incarnation", "rank"]
     COUNTER_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     counter: str
+    follows: int
     incarnation: str
     rank: int
-    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., counter: _Optional[str] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., counter: _Optional[str] = ..., follows: _Optional[int] = ...) -> None: ...
 
 class TraceReply(_message.Message):
     __slots__ = ["failure"]

@@ -17,7 +17,7 @@ from tfps.exchange.codecs import Floats
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import RankSets, View
-from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
+from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, not_written
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import WHOLE, Header
 
@@ -129,10 +129,11 @@ class AsyncSlice(OwnedSlice):
         scalars: RankScalars,
         bound: StalenessBound,
         delay_compensation: float,
+        first: int = 0,
     ) -> None:
         super().__init__(recorder, format_.nbytes, sets, parameters)
         self.bound, self._format, self._scalars, self._delay_compensation = bound, format_, scalars, delay_compensation
-        self._steps = dict.fromkeys(bound.view.ranks, 0)  # pushes of each rank
+        self._steps = dict.fromkeys(bound.view.ranks, first)  # pushes of each rank, if the first one is of step `first`
         self._done = dict.fromkeys(bound.view.ranks, 0)  # steps of each rank in this phase
         self._phase = bound.phase.number
         self._marked: dict[int, _Pushed] = {}  # wait for all ranks' assignments
@@ -182,6 +183,8 @@ class AsyncSlice(OwnedSlice):
     def _assigned(self) -> None:
         """Once all ranks have assigned values, rank 0's count, and then all gradients, in rank order."""
         if self._marked and self._marked.keys() >= set(self.bound.view.ranks):
+            if not any(each.scalars is not None and each.scalars.wrote for each in self._marked.values()):
+                raise not_written(self._format.label)
             self.parameters.take_put()
             marked, self._marked = self._marked, {}
             if self._delay_compensation:

@@ -26,22 +26,32 @@ class Counters:
         self._drawn: dict[str, tuple[dict[int, int], int]] = {}
 
     def fetch_add(self, name: str, rank: int) -> int:
+        with self._lock:
+            firsts, following = self._of(name, rank)
+            number = firsts.pop(rank, following)
+            self._drawn[name] = firsts, following + (number == following)
+            return number
+
+    def follow(self, name: str, rank: int, count: int) -> None:
+        """Goes on after `count` numbers, which `rank` knows to be drawn, its first one among them."""
+        with self._lock:
+            firsts, following = self._of(name, rank)
+            firsts.pop(rank, None)
+            self._drawn[name] = firsts, max(following, count)
+
+    def _of(self, name: str, rank: int) -> tuple[dict[int, int], int]:
+        """Takes out a counter, which the caller puts back as the one that was used last."""
         view = self._view()
         if rank not in view.ranks or len(name) > _MAX_NAME:
             raise ProtocolError(
                 f"a number must be drawn by one of the {len(view.ranks)} ranks, from a counter whose name has at "
                 f"most {_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
             )
-        with self._lock:
-            firsts, following = self._drawn.pop(
-                name, ({r: place for place, r in enumerate(view.ranks)}, len(view.ranks))
-            )
-            if len(self._drawn) == _MAX_COUNTERS:
-                del self._drawn[next(iter(self._drawn))]
-            number = firsts.pop(rank, following)
-            following += number == following
-            self._drawn[name] = firsts, following
-            return number
+        new = {r: place for place, r in enumerate(view.ranks)}, len(view.ranks)
+        found = self._drawn.pop(name, new)
+        if len(self._drawn) == _MAX_COUNTERS:
+            del self._drawn[next(iter(self._drawn))]
+        return found
 
 
 class ErrorCounts:

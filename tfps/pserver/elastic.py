@@ -36,7 +36,9 @@ from tfps.wire.send_queue import SILENT_S, SendQueue
 from tfps.wire.shared_memory import Attached
 
 _NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too long, also on a busy machine
-_RESUMING = 2  # declarations of workers that go on with other pservers, before all have written what they kept
+# Declarations of workers that go on with other pservers, before the one with which all have written what they kept: one
+# by which they join, and one of all buckets.
+_RESUMING = 2
 
 
 @dataclass(slots=True)
@@ -115,9 +117,14 @@ class Elastic(abc.ABC):
     @property
     def _is_resumed(self) -> bool:
         """Whether all workers of a job that goes on with other pservers have written what they had kept."""
-        return sum(each.agreed for each in self._declarations) >= _RESUMING
+        return sum(each.agreed for each in self._declarations) > _RESUMING
 
     # Other pservers
+
+    @property
+    def _goes_on_now(self) -> bool:
+        """Whether all workers have just written what they had kept: the last declaration says so."""
+        return self._membership.resumed is not None and len(self._declarations) == _RESUMING + 1
 
     @property
     def first_incarnation(self) -> str:
@@ -152,7 +159,7 @@ class Elastic(abc.ABC):
                 raise ConnectError("no job is under way there: give its workers the address when you start them")
             if not self._shard.config.outlives_pservers:
                 raise UnsupportedError(
-                    "a pserver can join a job with min_workers and mode='sync', which updates on workers or has "
+                    "a pserver can join a job with min_workers that updates on workers in mode='sync', or has "
                     f"snapshot_steps; its workers have min_workers={self._shard.config.min_workers}, "
                     f"mode={self._shard.config.mode!r}, update={self._shard.config.update!r} and "
                     f"snapshot_steps={self._shard.config.snapshot_steps}"

@@ -101,7 +101,8 @@ class Job(Elastic):
             joins = self.begun and config.min_workers is not None and applicant.rank in (None, *self._membership.lost)
             if joins and not config.takes_newcomers:
                 raise UnsupportedError(
-                    f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}"
+                    f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
+                    "on without it"
                 )
             first = not self._membership.members
             member = self._membership.join(applicant, time.monotonic())
@@ -324,6 +325,8 @@ class Job(Elastic):
         self._shard.add(declaration.specs, declaration.steps)
         declaration.agreed = True
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
+        if self._goes_on_now:
+            self._shard.take_put()
         self._changed.notify_all()
         return True
 

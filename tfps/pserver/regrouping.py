@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tfps.config import Security, check_address
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
-from tfps.membership.regrouping import Regrouped, Report, Snapshot, check_present, conclude
+from tfps.membership.regrouping import Newest, Regrouped, Report, Snapshot, check_present, conclude
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.send_queue import SILENT_S
@@ -164,6 +164,10 @@ def _report(message: pb.Report) -> Report:
         results={each.bucket: tuple(each.ranks) for each in message.results},
         reason=message.reason,
         snapshots=_snapshots(message.snapshots),
+        newest={
+            each.bucket: Newest(each.assigned, each.slots, tuple(each.ranks), each.snapshot_assigned)
+            for each in message.newest
+        },
     )
 
 

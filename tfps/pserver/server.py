@@ -442,6 +442,13 @@ def _get(job: Job, request: pb.GetRequest) -> Fields:
         return {"values": parameters.get(request.number, request.begin, request.nbytes)}
 
 
+def _take(job: Job, request: pb.TakeRequest) -> Fields | None:
+    if request.follows:
+        job.counters.follow(request.counter, request.rank, request.follows)
+        return None
+    return {"number": job.counters.fetch_add(request.counter, request.rank)}
+
+
 _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     "Declare": _declare,
     "Waiting": lambda job, request: {
@@ -450,7 +457,7 @@ _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     "Put": _put,
     "Get": _get,
     "Rest": lambda job, request: job.quiesce(request.rank),
-    "Take": lambda job, request: {"number": job.counters.fetch_add(request.counter, request.rank)},
+    "Take": _take,
     "Declared": lambda job, request: job.declared(),
     "Ready": lambda job, request: job.ready(request.rank, request.training),
     "Admit": lambda job, request: job.admit(request.rank, list(request.candidates), _bounded(request.timeout_s)),

@@ -116,6 +116,12 @@ class Shard:
                 for item in slices.values():
                     item.change_view(view)  # nobody has pushed yet, so nobody is answered
 
+    def take_put(self) -> None:
+        """What workers have put into slices of mode "async" counts: a job goes on with it."""
+        for _, item in self.async_slices():
+            with item.lock:
+                item.parameters.take_put()
+
     def slices(self) -> Iterator[tuple[str, OwnedSlice]]:
         """The slices in use, each with its bucket's name."""
         return ((bucket.spec.name, item) for bucket in self.buckets for item in bucket.slices.values())
@@ -136,8 +142,9 @@ class Shard:
                 viewed = codec is not None and not config.applies_each_push
                 parameters = ParameterShard(label, scalars.spec, piece.offset, piece.nbytes, viewed=viewed)
                 if isinstance(scalars, RankScalars):
+                    delay, first = config.delay_compensation, cutting.step
                     found[index] = AsyncSlice(
-                        self._recorder, format_, self.sets, parameters, scalars, self.bound, config.delay_compensation
+                        self._recorder, format_, self.sets, parameters, scalars, self.bound, delay, first
                     )
                     continue
             round_ = SumRound(format_, self.view, config.deterministic, cutting.step)

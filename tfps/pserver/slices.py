@@ -181,14 +181,7 @@ class SumSlice(RoundSlice):
         self.round, self._scalars, self._codec = round_, scalars, round_.format.codec
         feeds_back = parameters is None and self._codec is not None and self._codec.feeds_back
         self._residual: Floats | None = np.zeros(self.nbytes // 4, np.float32) if feeds_back else None
-        self._writer = round_.view.ranks[0]  # the rank that writes what the program assigns
         self._targets: dict[int, Target] = {}  # of the ranks whose answer goes to shared memory
-
-    def change_view(self, view: View, upcoming: Container[int] = ()) -> list[Answer]:
-        with self.lock:
-            if len(view.ranks) > len(self.round.view.ranks):  # who joins does so where nothing is under way
-                self._writer = view.ranks[0]
-        return super().change_view(view, upcoming)
 
     def _add(self, push: Push) -> None:
         rank, header, payload, target = push
@@ -240,12 +233,8 @@ class SumSlice(RoundSlice):
             step_scalars.skip(self.round.step)
             return self.round.finish(), WHOLE
         scalars = step_scalars.at(self.round.step)
-        if scalars.mark and self._writer not in self.round.arrived:
-            raise WorkerLostError(
-                f"rank {self._writer} was lost while it wrote the values that all ranks have assigned "
-                f"({self.round.label}): begin the job again, from its last checkpoint"
-            )
-        self._writer = self.round.view.ranks[0]
+        if scalars.mark and not step_scalars.writers.intersection(self.round.arrived):
+            raise not_written(self.round.label)
         parameters.take_put()
         share = step_scalars.share(self.round.arrived, self.round.view.workers)
         total = self.round.finish()
@@ -257,6 +246,14 @@ class SumSlice(RoundSlice):
             return updated, 0
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the view.
         return Encoding(Delta(self._codec, parameters.worker_view), np.frombuffer(updated, np.float32), None), 0
+
+
+def not_written(label: str) -> WorkerLostError:
+    """No worker that is left has written what all have assigned."""
+    return WorkerLostError(
+        f"a worker was lost before it had written what all ranks have assigned ({label}): begin the job again, from "
+        "its last checkpoint"
+    )
 
 
 class GatherSlice(RoundSlice):
@@ -325,6 +322,12 @@ class RoundScalars:
         """Whether the values that ranks have assigned come with `step`."""
         with self._lock:
             return step == self._step and any(scalars.mark for scalars in self._by_rank.values())
+
+    @property
+    def writers(self) -> set[int]:
+        """The ranks that have written what all have assigned before this step."""
+        with self._lock:
+            return {rank for rank, scalars in self._by_rank.items() if scalars.wrote}
 
     def skip(self, step: int) -> None:
         """Notes that `step` is over and was none of training: it had no scalars."""

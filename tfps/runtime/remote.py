@@ -237,7 +237,7 @@ def bring(
         parameter.synchronized = False
         for number, slot in enumerate(piece.slots, 1):
             slot.home, slot.pending, slot.compared = (bucket, number, piece.begin), None, True
-    return StepScalars(mark, tuple(scalars)).pack()
+    return StepScalars(mark, tuple(scalars), wrote=first and bool(mark)).pack()
 
 
 def _marked(mark: int, index: int, number: int, values: Array) -> int:

@@ -33,6 +33,7 @@ from tfps.runtime.report import History, Report, Round, Stepping, make_report
 from tfps.runtime.step_spans import StepSpans
 from tfps.runtime.stopped_steps import GateWatch, Rounds, stopped_step
 from tfps.runtime.transfers import DeferredUpdate, Pull, Transfer
+from tfps.runtime.unanswered import Unanswered
 from tfps.runtime.update_executor import UpdateExecutor
 from tfps.threads import sheltered
 from tfps.trace.capture import CapturedBucket
@@ -165,6 +166,7 @@ class Runtime:
         self.buckets, self.declare_later = self.declared.ids, self.declared.later
         self.alone = exchange.info.embedded  # one worker and no network: exchanged data comes back unchanged
         self._progress = threading.Condition()  # truth: _under_way or _mark has changed
+        self.unanswered = Unanswered()  # what graphs have pushed
         self._closing = False
         self._closed = threading.Event()  # no message can be put any more
         self._marks = itertools.count(1)
@@ -401,11 +403,20 @@ class Runtime:
 
         ready_s = time.monotonic()
         step = self.next_round(transfer.bucket)
-        self.submit(transfer.bucket, payload, finish, transfer.step_scalars)
+        number = self.unanswered.begin()
+        answered = functools.partial(self.unanswered.answered, number)
+        self.submit(transfer.bucket, payload, finish, transfer.step_scalars, answered)
         return step
 
-    def submit(self, bucket: int, payload: Payload | None, finish: OnReply, step_scalars: bytes = b"") -> None:
-        """Pushes `payload`; the update executor will call `finish` with the reply."""
+    def submit(
+        self,
+        bucket: int,
+        payload: Payload | None,
+        finish: OnReply,
+        step_scalars: bytes = b"",
+        answered: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Pushes `payload`; calls `answered` when there is a reply, with which the update executor calls `finish`."""
         spec = self.declared.spec(bucket)
 
         def apply(reply: Reply) -> None:
@@ -417,16 +428,16 @@ class Runtime:
                 self._under_way -= 1
                 self._progress.notify_all()
 
+        def on_reply(reply: Reply) -> None:
+            answered()
+            self._replies.add(spec.priority, functools.partial(apply, reply))
+
         with self._progress:
             self._under_way += 1
         try:
-            self.exchange.push(
-                bucket,
-                payload,
-                lambda reply: self._replies.add(spec.priority, functools.partial(apply, reply)),
-                step_scalars=step_scalars,
-            )
+            self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
         except TfpsError:
+            answered()
             with self._progress:
                 self._under_way -= 1
             raise

@@ -257,6 +257,11 @@ class PserverClient:
         request = pb.TakeRequest(**self._me, counter=counter)
         return int(self.pservers[0].call("Take", request, self._config.step_timeout_s).number)
 
+    def follow(self, counter: str, count: int) -> None:
+        """The counter goes on after `count` numbers, which this rank knows to be drawn."""
+        request = pb.TakeRequest(**self._me, counter=counter, follows=count)
+        self.pservers[0].call("Take", request, self._config.step_timeout_s)
+
     def is_awaited(self, bucket: int) -> bool:
         self._failures.check()
         owner = self.pservers[declared(self._buckets, bucket).cutting.owners[0]]  # all slices are pushed together

@@ -59,12 +59,6 @@ class CurrentWorker:
     def on_awaited(self, call: Callable[[int, int], object]) -> None:
         self._worker.peers.on_awaited = call
 
-    def quiesce(self) -> None:
-        self._worker.peers.quiesce()
-
-    def fetch_add(self, counter: str) -> int:
-        return self._worker.peers.fetch_add(counter)
-
     def extend_deadline(self, bucket: int) -> None:
         self._worker.peers.extend_deadline(bucket)
 

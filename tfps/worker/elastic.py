@@ -30,6 +30,7 @@ from tfps.errors import (
     PserverLostError,
     TfpsError,
     WaitTimeoutError,
+    WorkerLostError,
 )
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
@@ -47,9 +48,9 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Options
 from tfps.worker.current import CurrentWorker
-from tfps.worker.kept import ElasticBucket, Push, kept, packed, unpacked
+from tfps.worker.kept import Push, packed, unpacked
 from tfps.worker.meeting import meet, pservers_now
-from tfps.worker.replaying import Replaying
+from tfps.worker.replaying import ElasticBucket, Replaying, kept
 from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
@@ -59,6 +60,7 @@ _PAUSE_S = 0.2  # before another attempt
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 # The job may go on in another attempt.
 _LATER = (ClosedError, ConnectError, PserverLostError, WaitTimeoutError)
+_ELSEWHERE_S = 10.0  # by then a pserver that was just being started again answers: others do not go on with it
 _MOST_CONNECT_S = 15.0  # for all to begin anew, once they have met
 _SAID_S = 10.0  # between log lines of a wait
 
@@ -80,6 +82,7 @@ class ElasticWorker(CurrentWorker, Replaying):
         self._security = Security.of_worker(config)
         self._failures = FailureState()
         self._buckets: list[ElasticBucket] = []
+        self._drawn: dict[str, int] = {}
         self._lines: list[str] = []  # details of declarations without buckets, in order
         self._latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()  # declaration
         self._changed = threading.Condition()  # guards what follows
@@ -92,7 +95,6 @@ class ElasticWorker(CurrentWorker, Replaying):
         self._expected: Sequence[int] = ()  # who did when a pserver was lost last, as somebody knew
         self._tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this candidate has declared
         self._tries_out = False
-        self._restored_with: tuple[int, ...] = ()  # who took part when other pservers got what is kept
         self._to_replay: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._ended: set[int] = set()  # whose programs have ended, in earlier views
         self._over = threading.Event()  # failed or closed
@@ -175,8 +177,8 @@ class ElasticWorker(CurrentWorker, Replaying):
                     self._know(worker)
                     for number, bucket in enumerate(self._buckets):
                         bucket.replies = worker.steps(number)
-                        if bucket.kept is not None:
-                            bucket.kept.begin(bucket.replies)
+                        if bucket.log is not None:
+                            bucket.log.begin(bucket.replies)
 
             worker.on_joined = joined
             return worker.take_part(training)
@@ -198,8 +200,8 @@ class ElasticWorker(CurrentWorker, Replaying):
                     found = worker.admit(candidates)
                     for bucket in self._buckets:
                         with bucket.lock:
-                            if bucket.kept is not None and found is not None:
-                                bucket.kept.admit(self.rank, worker, tuple(found))
+                            if bucket.log is not None and found is not None:
+                                bucket.log.admit(self.rank, worker, tuple(found))
                     with self._changed:
                         self._ended.difference_update(worker.view.ranks)
                     return found
@@ -262,9 +264,9 @@ class ElasticWorker(CurrentWorker, Replaying):
 
     def _know(self, worker: Worker) -> None:
         """Knows all buckets that `worker` has. Caller holds the lock."""
-        first, every = len(self._buckets), self.config.snapshot_steps
+        first = len(self._buckets)
         for number, spec in enumerate(worker.specs()[first:], first):
-            self._buckets.append(ElasticBucket(kept(number, spec, every), worker=worker))
+            self._buckets.append(ElasticBucket(kept(number, spec, self.config), worker=worker))
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         self._push(bucket, Push(payload, on_reply, step_scalars=step_scalars))
@@ -280,17 +282,17 @@ class ElasticWorker(CurrentWorker, Replaying):
                 self._check_there(number)
                 bucket.pushes.append(push)
                 if (kept := self._kept_of(bucket)) is not None:
-                    waits = self._replaying and not (kept.all_given and kept.given == kept.replies)
+                    waits = self._waits(bucket)
                     kept.add(push)
                     if waits:
-                        return  # it comes after those before it
+                        return
                 if bucket.worker is not None:
                     try:
                         self._give(number, bucket.worker, push)
                     except TfpsError:
                         bucket.pushes.remove(push)
-                        if kept is not None:
-                            kept.drop_last()
+                        if bucket.log is not None and kept is not None:
+                            bucket.log.drop_last()
                         raise
         if end is not None:
             push.on_reply(Reply(error=end))
@@ -313,18 +315,15 @@ class ElasticWorker(CurrentWorker, Replaying):
             if bucket.worker is not worker or (reply.error is not None and self._goes_on(reply.error)):
                 return
             if (kept := self._kept_of(bucket)) is not None and reply.error is None:
-                kept.answered(reply.step, reply.ranks)
-                if self._replaying:
-                    self._to_replay.put(number)
-                    if push not in bucket.pushes and kept.ranks != self._restored_with:
-                        self._differs(number)
+                kept.answered(push, reply)
+                self._note_replayed(number, push)
             if push not in bucket.pushes:  # it has been answered before
                 return
             bucket.pushes.remove(push)
             on_reply = push.answered()
             if reply.error is None:
                 if kept is None:
-                    bucket.last = reply
+                    bucket.last, self._quiesced = reply, False
                 bucket.replies = bucket.replies + 1 if worker.candidate else reply.step + 1
         on_reply(reply)
 
@@ -469,10 +468,10 @@ class ElasticWorker(CurrentWorker, Replaying):
         """Meets the others, and begins the job anew with them."""
         logger.warning("tfps: %s; the workers meet, to go on with the pservers that there are", reason)
         generation = old.view.generation
-        silent = old.silent_pservers
+        silent, began_s = old.silent_pservers, time.monotonic()
         for failed in self._attempts(reason):
+            report = self._report(old, generation, reason)
             try:
-                report = self._report(old, generation, reason)
                 workers, not_asked, silent = old.view.workers, silent, set()
                 reply = meet(
                     self._addresses, self._security, old.uid, self._first, self.rank, workers, report, not_asked
@@ -488,6 +487,10 @@ class ElasticWorker(CurrentWorker, Replaying):
                 for push, own in answered:
                     push.on_reply(own)
                 return
+            except WorkerLostError as error:
+                if not report.unreached or time.monotonic() - began_s > _ELSEWHERE_S:
+                    raise
+                failed(error)
             except _LATER as error:
                 failed(error)
 
@@ -525,6 +528,7 @@ class ElasticWorker(CurrentWorker, Replaying):
             ],
             reason=reason,
             snapshots=self._snapshots(),
+            newest=self._newest(),
         )
 
     def _worker_with(self, reply: pb.RegroupReply, uid: str) -> Worker:
@@ -547,20 +551,14 @@ class ElasticWorker(CurrentWorker, Replaying):
         new.resume(specs[: len(steps)], [step - (n in results) for n, step in enumerate(steps)])
         for number, (bucket, step) in enumerate(zip(self._buckets, steps, strict=False)):
             new.take_residual(number, old, step)
-            if (kept := bucket.kept) is not None:
-                if number in reply.gone:
-                    bucket.gone = True
-                    kept.begin(step)
-                else:
-                    kept.restore(step, new)
-        for bucket in self._buckets[len(steps) :]:  # others declare them again
-            if bucket.kept is not None:
-                bucket.kept.restore(0, new)
+            bucket.gone = bucket.gone or number in reply.gone
+        self._restore_kept(new, steps, tuple(reply.ranks))
         new.resume_lines(lines)  # from then on all ranks have written their parts
-        self._restored_with = tuple(reply.ranks)
         found = self._exchange_results(new, results)
         if ahead:
             new.declare(latest, details)  # the others do so now, again
+        if self._quiesced and not any(self._buckets[number].replies < steps[number] for number in found):
+            new.peers.quiesce()
         new.knows_as(old)
         # Nothing fails from here on.
         answered = []
@@ -570,7 +568,7 @@ class ElasticWorker(CurrentWorker, Replaying):
                 lacked = bucket.replies < steps[number]
                 bucket.replies = new.steps(number)
                 if lacked:
-                    push, bucket.last = bucket.pushes.popleft(), last
+                    push, bucket.last, self._quiesced = bucket.pushes.popleft(), last, False
                     answered.append((push, last))
                     if push.collects:
                         new.set_residual(number, np.asarray(last.sum).view(np.float32))
@@ -590,7 +588,7 @@ class ElasticWorker(CurrentWorker, Replaying):
         for number, bucket in enumerate(self._buckets):
             with bucket.lock:
                 bucket.worker = new
-                for push in list(bucket.pushes) if self._kept_of(bucket) is None else ():
+                for push in list(bucket.pushes) if number not in behind else ():
                     self._give(number, new, push)
         self._start_replay(new, behind)
         new.add_failure_listener(functools.partial(self._failed, new))

@@ -10,15 +10,14 @@ Tested in tests/worker/test_kept_by_workers.py and tests/elastic/test_lost_pserv
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfps.exchange.aggregate import join_gathered, split_gathered
 from tfps.exchange.codecs import ITEM_BYTES
-from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply, kept_arrays
+from tfps.exchange.interface import OnReply, Payload, Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array, Buffer
 from tfps.worker.worker import Worker
@@ -41,6 +40,7 @@ class Push:
     collects: bool = False  # residuals: see State.collect_residual
     step_scalars: bytes = b""
     writes: Sequence[Write] = ()  # before it
+    given: bool = False  # to a worker, so that pservers may have it
 
     def answered(self) -> OnReply:
         """Returns who gets the reply, once: it may keep that as long as this is kept."""
@@ -49,6 +49,7 @@ class Push:
 
     def give(self, number: int, worker: Worker, take: OnReply) -> None:
         """Gives it to `worker`."""
+        self.given = True
         for write in self.writes:
             worker.write(number, *write)
         if self.collects:
@@ -69,11 +70,17 @@ class Snapshot(NamedTuple):
     values: Sequence[Array] = ()
 
 
+def part_of(nbytes: int, place: int, count: int) -> tuple[int, int]:
+    """Of arrays of `nbytes`, the first byte and the end of the part at `place` of `count`."""
+    items = nbytes // ITEM_BYTES
+    return ITEM_BYTES * (items * place // count), ITEM_BYTES * (items * (place + 1) // count)
+
+
 class Kept:
     """Snapshots of bucket `number` and the pushes since the oldest one. The caller holds the bucket's lock."""
 
     def __init__(self, number: int, arrays: int, nbytes: int, every: int) -> None:
-        self._number, self._arrays, self._items, self._every = number, arrays, nbytes // ITEM_BYTES, every
+        self._number, self._arrays, self._nbytes, self._every = number, arrays, nbytes, every
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -123,8 +130,7 @@ class Kept:
         """
         if not ranks or self.given == 0 or self.snapshots.get(self.given, Snapshot()).ranks == ranks:
             return
-        place, count = ranks.index(rank), len(ranks)
-        begin, end = (ITEM_BYTES * (self._items * each // count) for each in (place, place + 1))
+        begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
         values = [worker.read(self._number, array, begin, end - begin) for array in range(self._arrays)]
         self.snapshots[self.given] = Snapshot(ranks, begin, values)
 
@@ -134,11 +140,11 @@ class Kept:
             self.take(rank, worker, others)
             self.ranks = others
 
-    def answered(self, step: int, ranks: Collection[int]) -> None:
-        """A push has been answered. All ranks have what they had to take before it, and need nothing older."""
-        self.ranks, self.replies = tuple(sorted(ranks)), step + 1
-        if step in self.snapshots:
-            self._forget(step)
+    def answered(self, push: Push, reply: Reply) -> None:
+        """`push` has been answered. All ranks have what they had to take before it, and need nothing older."""
+        self.ranks, self.replies = tuple(sorted(reply.ranks)), reply.step + 1
+        if reply.step in self.snapshots:
+            self._forget(reply.step)
 
     def _forget(self, step: int) -> None:
         self.snapshots = {each: snapshot for each, snapshot in self.snapshots.items() if each >= step}
@@ -155,26 +161,6 @@ class Kept:
         for array, values in enumerate(snapshot.values):
             if len(values):
                 worker.write(self._number, array, snapshot.begin, values)
-
-
-def kept(number: int, spec: BucketSpec, every: int | None) -> Kept | None:
-    """What is kept of a bucket; None: it has no update, or no snapshots are taken."""
-    if spec.update is None or every is None:
-        return None
-    return Kept(number, kept_arrays(spec), spec.nbytes, every)
-
-
-@dataclass(slots=True)
-class ElasticBucket:
-    """A bucket, as it goes from one `Worker` to the next."""
-
-    kept: Kept | None = None
-    lock: threading.RLock = field(default_factory=threading.RLock)  # guards all
-    worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
-    pushes: deque[Push] = field(default_factory=deque)  # that have not been answered
-    replies: int = 0
-    last: Reply = field(default_factory=Reply)
-    gone: bool = False  # whether nobody has what pservers kept
 
 
 def packed(reply: Reply) -> Buffer:

@@ -1,4 +1,4 @@
-"""How an `ElasticWorker` gives other pservers what is kept of the buckets that they update; see kept.py.
+"""How an `ElasticWorker` gives other pservers what is kept of the buckets that they update; see kept.py, newest.py.
 
 Tested in tests/worker/test_kept_by_workers.py and tests/elastic/test_lost_pservers.py.
 """
@@ -6,19 +6,52 @@ Tested in tests/worker/test_kept_by_workers.py and tests/elastic/test_lost_pserv
 from __future__ import annotations
 
 import abc
+import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tfps.errors import TfpsError, WorkerLostError
-from tfps.exchange.interface import Payload, as_bytes, declared
+from tfps.config import Config
+from tfps.errors import PserverLostError, TfpsError, WorkerLostError
+from tfps.exchange.interface import BucketSpec, Payload, Reply, as_bytes, declared, kept_arrays
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array
-from tfps.worker.kept import ElasticBucket, Kept, Push, Write
+from tfps.worker.kept import Kept, Push, Write
+from tfps.worker.newest import Newest
 from tfps.worker.worker import Worker
 
 _T = TypeVar("_T")
+_MOST_COUNTERS = 8  # of which numbers are known; an epoch has one
+
+
+def kept(number: int, spec: BucketSpec, config: Config) -> Kept | Newest | None:
+    """What is kept of a bucket; None: it has no update, or no snapshots are taken."""
+    if spec.update is None or config.snapshot_steps is None:
+        return None
+    if config.applies_each_push:
+        return Newest(number, spec, spec.update, config.snapshot_steps)
+    return Kept(number, kept_arrays(spec), spec.nbytes, config.snapshot_steps)
+
+
+@dataclass(slots=True)
+class ElasticBucket:
+    """A bucket, as it goes from one `Worker` to the next."""
+
+    kept: Kept | Newest | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)  # guards all
+    worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
+    pushes: deque[Push] = field(default_factory=deque)  # that have not been answered
+    replies: int = 0
+    last: Reply = field(default_factory=Reply)
+    gone: bool = False  # whether nobody has what pservers kept
+
+    @property
+    def log(self) -> Kept | None:
+        """What is kept, if rounds are computed again from it."""
+        return self.kept if isinstance(self.kept, Kept) else None
 
 
 class Replaying(abc.ABC):
@@ -30,6 +63,10 @@ class Replaying(abc.ABC):
     _replaying = False  # whether the pservers do not have all that has been answered, yet
     _is_candidate: bool
     _to_replay: queue.SimpleQueue[int | None]  # buckets that may give their next push; None: no more
+    _regrouping: bool
+    _restored_with: tuple[int, ...] = ()  # who took part when other pservers got what is kept
+    _quiesced = False  # whether it steps no further until all have come to an exchange
+    _drawn: dict[str, int]  # by counter, how many numbers are known to be drawn
 
     @property
     @abc.abstractmethod
@@ -61,14 +98,41 @@ class Replaying(abc.ABC):
 
         return self._call(read)
 
-    def _kept_of(self, bucket: ElasticBucket) -> Kept | None:
+    def quiesce(self) -> None:
+        def quiesce(worker: Worker) -> None:
+            worker.peers.quiesce()
+            with self._changed:
+                if self._worker is not worker or self._regrouping:
+                    raise PserverLostError("a pserver was lost meanwhile")  # told the next ones
+                self._quiesced = True
+
+        self._call(quiesce)
+
+    def fetch_add(self, counter: str) -> int:
+        number = self._call(lambda worker: worker.peers.fetch_add(counter))
+        with self._changed:
+            known = max(self._drawn.pop(counter, 0), number + 1)
+            self._drawn[counter] = known  # last
+            if len(self._drawn) > _MOST_COUNTERS:
+                del self._drawn[next(iter(self._drawn))]
+        return number
+
+    def _kept_of(self, bucket: ElasticBucket) -> Kept | Newest | None:
         """What is kept; a candidate keeps nothing, as nobody gets what it pushes."""
         return None if self._is_candidate else bucket.kept
+
+    def _waits(self, bucket: ElasticBucket) -> bool:
+        """Whether what is pushed now comes after pushes that are to be given again."""
+        log = bucket.log
+        return self._replaying and log is not None and not (log.all_given and log.given == log.replies)
 
     def _check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""
         if self._buckets[number].gone:
-            raise WorkerLostError(f"{self._missing(number)}: a worker was lost, or joined, in the last steps before")
+            raise WorkerLostError(
+                f"{self._missing(number)}: in the last steps before workers were lost or joined, or all had assigned "
+                "values"
+            )
 
     def _missing(self, number: int) -> str:
         return (
@@ -83,9 +147,12 @@ class Replaying(abc.ABC):
                 bucket=number, step=step, ranks=snapshot.ranks if step else kept.ranks, part=bool(snapshot.values)
             )
             for number, bucket in enumerate(self._buckets)
-            if (kept := bucket.kept) is not None
+            if (kept := bucket.log) is not None
             for step, snapshot in kept.snapshots.items()
         ]
+
+    def _newest(self) -> list[pb.Newest]:
+        return [bucket.kept.report() for bucket in self._buckets if isinstance(bucket.kept, Newest)]
 
     def _can_move(self) -> bool:
         """Whether workers have all that pservers keep, so that these may change."""
@@ -95,7 +162,11 @@ class Replaying(abc.ABC):
 
     def _begin_replay(self) -> set[int]:
         """Returns the buckets that `_replay` is for. Caller holds the lock."""
-        behind = {number for number, bucket in enumerate(self._buckets) if self._kept_of(bucket) is not None}
+        behind = {
+            number
+            for number, bucket in enumerate(self._buckets)
+            if (bucket.log is not None and not self._is_candidate) or (bucket.gone and bucket.pushes)
+        }
         self._replaying = bool(behind)
         ready = self._to_replay = queue.SimpleQueue()
         for number in behind:
@@ -118,10 +189,12 @@ class Replaying(abc.ABC):
                     return
                 bucket = self._buckets[number]
                 with bucket.lock:
-                    if bucket.worker is not worker or (kept := bucket.kept) is None:
+                    if bucket.worker is not worker:
                         return
                     if bucket.pushes:
                         self._check_there(number)
+                    if (kept := bucket.log) is None:
+                        return
                     if not kept.all_given and kept.given == kept.replies:
                         self._give(number, worker, kept.next)
                     if kept.all_given and kept.replies >= bucket.replies:
@@ -137,10 +210,35 @@ class Replaying(abc.ABC):
 
     def _differs(self, number: int) -> None:
         """Fails, as a round that programs have had is computed again without a worker that has just gone."""
-        error = WorkerLostError(
-            f"a worker has gone while pservers computed again what they had: {self._missing(number)}"
-        )
+        text = f"a worker has gone while pservers computed again what they had: {self._missing(number)}"
+        self._fail_soon(WorkerLostError(text))
+
+    def _fail_soon(self, error: TfpsError) -> None:
         threading.Thread(target=self.fail, args=[error], name="tfps-replay-failed", daemon=True).start()
+
+    def _restore_kept(self, worker: Worker, steps: Sequence[int], ranks: tuple[int, ...]) -> None:
+        """Gives `worker`, which goes on with `ranks`, this rank's part of what pservers keep; see RegroupReply."""
+        self._restored_with = ranks
+        for bucket, step in zip(self._buckets, itertools.chain(steps, itertools.repeat(0)), strict=False):
+            if isinstance(bucket.kept, Newest):
+                bucket.replies = step  # ranks step apart: all go on with the number of the first
+                if not bucket.gone:
+                    bucket.kept.restore(self.rank, ranks, worker, bucket.pushes)
+            elif isinstance(bucket.kept, Kept):
+                if bucket.gone:
+                    bucket.kept.begin(step)
+                else:
+                    bucket.kept.restore(step, worker)
+        for counter, known in self._drawn.items():
+            worker.follow(counter, known)
+
+    def _note_replayed(self, number: int, push: Push) -> None:
+        """Goes on after `push` of a bucket has been answered, maybe not for the first time. Caller holds its lock."""
+        bucket = self._buckets[number]
+        if self._replaying and (log := bucket.log) is not None:
+            self._to_replay.put(number)
+            if push not in bucket.pushes and log.ranks != self._restored_with:
+                self._differs(number)
 
     def is_awaited(self, bucket: int) -> bool:
         return self._call(lambda worker: worker.peers.is_awaited(bucket))

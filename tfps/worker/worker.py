@@ -108,7 +108,7 @@ class Worker(UnderWay):
         self._waits = WaitLog(self._client, self._buckets)
         self.info = self.state = self.joining = self
         self.peers = self._client
-        self.write, self.read = self._client.write, self._client.read
+        self.write, self.read, self.follow = self._client.write, self._client.read, self._client.follow
         self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes
         self._cpu_s: list[float] = []  # of each pserver, when training began
         self._queues = [

@@ -1,0 +1,275 @@
+"""Jobs of mode "async" outlive pservers: workers write the newest parameters, and snapshots of slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jobs
+import moving
+import numpy as np
+import pytest
+from jobs import Cluster, Pending, attempt, poll, summed, together
+from moving import ITEMS
+
+from tfps.config import Config, Security
+from tfps.errors import TfpsError, WorkerLostError
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.pserver.regrouping import offer
+from tfps.types import Array
+from tfps.worker.elastic import ElasticWorker
+
+RATE, MOMENTUM = np.float32(0.25), np.float32(0.5)
+PLAIN = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (ITEMS,), (False,))
+SGD = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (ITEMS,), (False,))
+MODEL = 3  # the number of the bucket that pservers update
+WORKERS = 3
+
+
+def config(every: int, staleness: int | None) -> Config:
+    return dataclasses.replace(
+        moving.CONFIG, deterministic=False, mode="async", update="server", staleness=staleness, snapshot_steps=every
+    )
+
+
+class Training(moving.Job):
+    """Workers that train a model, and what it should be: one pushes after the other, so that their order is known."""
+
+    def __init__(
+        self, cluster: Cluster, every: int = 1, staleness: int | None = None, update: UpdateSpec = SGD
+    ) -> None:
+        super().__init__(cluster, pservers=2, config=config(every, staleness))
+        self.declare([BucketSpec(("a",), "sum", 4 * ITEMS, "float32", 0, update=update)])
+        self.all_workers = list(self.workers)
+        self.every, self.has_slots = every, update is SGD
+        self.parameters: Array = self.random.normal(size=ITEMS).astype(np.float32)
+        self.slots: Array = np.zeros(ITEMS, np.float32)
+        self.seen = [self.parameters] * WORKERS  # by rank: the parameters that it got last
+        self.snapshots = [self.slots] * WORKERS  # and the slots of its snapshot
+        self.pushes = [0] * WORKERS  # since all have assigned values
+
+    def push(self, worker: ElasticWorker, gradient: Array, mark: int = 0) -> Pending:
+        """As `bring` in runtime/remote.py."""
+        if wrote := mark > 0 and worker.rank == worker.view.ranks[0]:
+            worker.write(MODEL, 0, 0, self.parameters)
+        reply = Pending()
+        worker.push(MODEL, gradient, reply, step_scalars=StepScalars(mark, (0.0, float(RATE)), wrote).pack())
+        return reply
+
+    def gradient(self) -> Array:
+        return self.random.normal(size=ITEMS).astype(np.float32)
+
+    def _update(self, gradient: Array) -> None:
+        if self.has_slots:
+            self.slots = self.slots * MOMENTUM - gradient * RATE
+            self.parameters = self.parameters + self.slots
+        else:
+            self.parameters = self.parameters - gradient * RATE
+
+    def assign(self) -> list[tuple[Pending, Array]]:
+        """All programs assign new parameters; what they push then."""
+        self.parameters = self.parameters + np.float32(1)
+        return [(self.push(worker, each, mark=7), each) for worker in self.workers for each in [self.gradient()]]
+
+    def end_assigning(self, pushed: Sequence[tuple[Pending, Array]]) -> None:
+        """All get what their pushes, applied in rank order, come to."""
+        for _, gradient in pushed:
+            self._update(gradient)
+        for rank, (pending, _) in enumerate(pushed):
+            np.testing.assert_array_equal(summed(pending.wait()), self.parameters)
+            self.seen[rank], self.pushes[rank] = self.parameters, 0
+
+    def train(self, *ranks: int) -> None:
+        """These make a step, one after the other."""
+        for rank in ranks:
+            if self.pushes[rank] == 0 or self.every == 1:
+                self.snapshots[rank] = self.slots
+            gradient = self.gradient()
+            self._update(gradient)
+            (worker,) = (each for each in self.workers if each.rank == rank)
+            np.testing.assert_array_equal(summed(self.push(worker, gradient).wait()), self.parameters)
+            self.seen[rank], self.pushes[rank] = self.parameters, self.pushes[rank] + 1
+
+    def parts(self, of: Sequence[Array]) -> Array:
+        """An array of which each worker that is left has a part."""
+        ranks = [worker.rank for worker in self.workers]
+        ends = [ITEMS * place // len(ranks) for place in range(len(ranks) + 1)]
+        return np.concatenate([of[rank][ends[place] : ends[place + 1]] for place, rank in enumerate(ranks)])
+
+    def lose_state(self, *numbers: int) -> None:
+        """Pservers end; what is left is of each rank's last reply and snapshot."""
+        self.lose(*numbers)
+        self.parameters, self.slots = self.parts(self.seen), self.parts(self.snapshots)
+
+    def leave(self, place: int) -> None:
+        """One of the workers leaves, and the others know it: they take new snapshots before their next pushes."""
+        self.workers.pop(place).close("SIGTERM")
+        left = tuple(worker.rank for worker in self.workers)
+        poll(lambda: all(worker.view.ranks == left for worker in self.workers))
+        self.pushes = [0] * WORKERS
+
+    def check(self) -> None:  # type: ignore[override]
+        for worker in self.workers:
+            for array, expected in enumerate([self.parameters, self.slots][: 1 + self.has_slots]):
+                found = worker.read(MODEL, array, 0, 4 * ITEMS).view(np.float32)
+                np.testing.assert_array_equal(found, expected)
+
+
+@pytest.fixture(
+    params=["both", pytest.param("grpc", marks=pytest.mark.long), pytest.param("tcp", marks=pytest.mark.long)]
+)
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    jobs.use(request.param, monkeypatch)
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("update", [SGD, PLAIN], ids=["slots", "no slots"])
+@pytest.mark.parametrize("every", [1, 100])
+def test_training_goes_on_with_the_newest_that_each_worker_has(
+    cluster: Cluster, every: int, update: UpdateSpec
+) -> None:
+    job = Training(cluster, every, update=update)
+    job.end_assigning(job.assign())
+    job.train(0, 1, 2, 2, 0, 1, 0)
+    job.lose_state(0)
+    job.check()
+    job.train(1, 2, 0, 0)
+    job.servers[0] = cluster.pserver(WORKERS)
+    job.lose_to(1, 0)
+    job.parameters, job.slots = (worker_state(job, array) for array in (0, min(1, int(job.has_slots))))
+    job.train(2, 1, 0)
+    job.check()
+
+
+def worker_state(job: Training, array: int) -> Array:
+    return job.workers[0].read(MODEL, array, 0, 4 * ITEMS).view(np.float32)
+
+
+def test_who_is_left_keeps_all_after_its_next_step(cluster: Cluster) -> None:
+    job = Training(cluster, every=100)
+    job.end_assigning(job.assign())
+    job.train(0, 1, 2)
+    job.leave(1)
+    job.train(2, 0, 2)
+    job.lose_state(0)
+    job.check()
+    job.train(0, 2)
+    job.check()
+
+
+def test_before_the_first_values_nothing_is_lost(cluster: Cluster) -> None:
+    job = Training(cluster)
+    job.lose(0)
+    job.end_assigning(job.assign())
+    job.train(0, 1, 2)
+    job.check()
+
+
+@pytest.mark.parametrize("pushed", [1, 2])
+def test_values_that_only_some_have_assigned_are_assigned_once(cluster: Cluster, pushed: int) -> None:
+    job = Training(cluster, every=100)
+    job.end_assigning(job.assign())
+    job.train(0, 1, 2)
+    workers, job.workers = job.workers, job.workers[:pushed]
+    some = job.assign()
+    job.workers = workers
+    job.lose(1)
+    some += [(job.push(worker, each, mark=7), each) for worker in workers[pushed:] for each in [job.gradient()]]
+    job.slots = job.parts(job.snapshots)
+    job.end_assigning(some)
+    job.train(2, 1, 0)
+    job.check()
+
+
+def test_a_gradient_in_flight_counts_at_most_once(cluster: Cluster) -> None:
+    """It has been applied, and others have seen it; its worker has no answer, as it is too far ahead."""
+    job = Training(cluster, staleness=0, update=PLAIN)
+    job.end_assigning(job.assign())
+    gradient = job.gradient()
+    ahead = job.push(job.workers[0], gradient)
+    poll(lambda: worker_state(job, 0).tobytes() != job.parameters.tobytes())
+    assert not ahead.replied
+    job.lose_state(0)
+    # Of a new job nobody is ahead: it only reads.
+    np.testing.assert_array_equal(summed(ahead.wait()), job.parameters)
+
+
+def test_values_of_a_worker_that_is_lost_before_it_has_written_them_end_the_job_by_name(cluster: Cluster) -> None:
+    job = Training(cluster)
+    job.end_assigning(job.assign())
+    others, job.workers = job.workers[1:], job.workers[1:]
+    pushed = [job.push(worker, job.gradient(), mark=7) for worker in others]  # rank 0 is to write
+    first = next(worker for worker in job.all_workers if worker.rank == 0)
+    first.close("SIGTERM")
+    for pending in pushed:
+        assert "before it had written what all ranks have assigned" in str(pending.error())
+
+
+def test_a_pserver_lost_with_values_that_some_only_have_ends_the_job_by_name(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Training(cluster)
+    job.end_assigning(job.assign())
+    job.train(0, 1, 2)
+    deafen = moving.deafening(monkeypatch)
+    deafen(job.workers[2])
+    pushed = job.assign()
+    for pending, _ in pushed[:2]:
+        pending.wait()
+    job.lose(0)
+    for error in attempt(*(functools.partial(pushing, job, worker) for worker in job.workers)):
+        assert isinstance(error, WorkerLostError)
+        assert "nobody has all that a lost pserver kept of 'a'" in str(error)
+
+
+def pushing(job: Training, worker: ElasticWorker) -> Exception:
+    try:
+        return job.push(worker, np.zeros(ITEMS, np.float32)).error()
+    except TfpsError as error:
+        return error
+
+
+def test_a_counter_gives_each_number_once(cluster: Cluster) -> None:
+    job = Training(cluster)
+    drawn = [worker.fetch_add("batches") for worker in job.workers[:2] for _ in range(3)]
+    for lost in (0, 1):
+        job.lose(lost)
+        drawn += together(*(functools.partial(worker.fetch_add, "batches") for worker in job.workers))
+        job.servers[lost] = cluster.pserver(WORKERS)
+        if not lost:
+            offer(job.servers[1].address, job.servers[0].address, WORKERS, Security())
+            poll(lambda: all(len(worker.links()) == 2 for worker in job.workers))
+    assert sorted(drawn) == list(range(12))
+
+
+def test_who_waits_for_all_others_holds_nobody_up(cluster: Cluster) -> None:
+    job = Training(cluster, staleness=0, update=PLAIN)
+    job.end_assigning(job.assign())
+    job.workers[2].quiesce()
+    job.lose_state(0)
+    for _ in range(3):
+        pushed = [job.push(worker, job.gradient()) for worker in job.workers[:2]]
+        for pending in pushed:
+            pending.wait()
+
+
+def test_who_has_met_all_others_is_waited_for_again(cluster: Cluster) -> None:
+    job = Training(cluster, staleness=0, update=PLAIN)
+    job.end_assigning(job.assign())
+    for worker in job.workers:
+        worker.quiesce()
+    for pending, _ in job.begin(moving.TOTAL):  # they meet
+        pending.wait()
+    job.lose_state(0)
+    gradient = job.gradient()
+    ahead = job.push(job.workers[0], gradient)
+    job._update(gradient)
+    poll(lambda: worker_state(job, 0).tobytes() == job.parameters.tobytes())
+    job.push(job.workers[1], job.gradient())
+    poll(lambda: worker_state(job, 0).tobytes() != job.parameters.tobytes())
+    assert not ahead.replied
+    job.push(job.workers[2], job.gradient())
+    ahead.wait()

@@ -1,0 +1,88 @@
+"""What a worker keeps of a bucket that pservers update push by push, so that others can go on with it (mode "async").
+
+Ranks step apart, so there are no rounds to compute again. But each reply has the newest parameters: of these each
+worker writes its part to the next pservers, as it got them last. Of slots it takes its part of a **snapshot** every
+`Config.snapshot_steps` of its steps. So what others have pushed since a worker's last reply is lost for that worker's
+part, and slots are up to so many steps old. The parts are of different moments, as slices are in this mode. A gradient
+in flight is not pushed again: parts of others may have it, and none counts twice.
+
+Tested in tests/worker/test_newest_of_workers.py and tests/elastic/test_lost_pservers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from tfps.exchange.codecs import Bytes
+from tfps.exchange.interface import BucketSpec, Reply, kept_arrays
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.protos import tfps_pb2 as pb
+from tfps.worker.kept import Push, Snapshot, Write, part_of
+from tfps.worker.worker import Worker
+
+
+class Newest:
+    """The newest parameters of bucket `number`, and a snapshot of its slots. The caller holds the bucket's lock."""
+
+    def __init__(self, number: int, spec: BucketSpec, update: UpdateSpec, every: int) -> None:
+        self._number, self._nbytes, self._update, self._every = number, spec.nbytes, update, every
+        self._slots = range(1, kept_arrays(spec))
+        self.writes: list[Write] = []  # before the next push
+        self._given = 0  # pushes
+        self._parameters: Bytes | None = None  # as they came last; None: nothing has been answered
+        self._assigned = 0  # how often all ranks have assigned values together
+        self._snapshot, self._snapshot_assigned = Snapshot(), 0  # and how often they had before it
+
+    @property
+    def oldest(self) -> tuple[int, ...] | None:
+        """Who have the parts of the snapshot; None: there is nothing to have."""
+        return self._snapshot.ranks if self._slots and self._assigned else None
+
+    def add(self, push: Push) -> None:
+        push.writes, self.writes = self.writes, []
+
+    def give(self, rank: int, worker: Worker) -> None:
+        """Takes a snapshot if it is time, before the next push goes to `worker`."""
+        ranks = worker.view.ranks
+        due = (self._given + self._number) % self._every == 0  # not of all buckets at once
+        changed = (self._snapshot.ranks, self._snapshot_assigned) != (ranks, self._assigned)
+        if self._assigned and self._slots and (due or changed):
+            begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
+            values = [worker.read(self._number, array, begin, end - begin) for array in self._slots]
+            self._snapshot, self._snapshot_assigned = Snapshot(ranks, begin, values), self._assigned
+        self._given += 1
+
+    def answered(self, push: Push, reply: Reply) -> None:
+        """`push` has been answered, with the newest parameters."""
+        self._parameters = np.asarray(reply.sum).view(np.uint8)
+        self._assigned += self._assigns(push)
+
+    def _assigns(self, push: Push) -> bool:
+        """Whether it waits until all ranks have assigned values."""
+        scalars = push.step_scalars
+        return bool(scalars) and StepScalars.unpack(scalars, self._update).mark != 0
+
+    def report(self) -> pb.Newest:
+        """What this worker has, for others who are to agree with what they go on."""
+        return pb.Newest(
+            bucket=self._number,
+            assigned=self._assigned,
+            slots=bool(self._slots),
+            ranks=self._snapshot.ranks,
+            snapshot_assigned=self._snapshot_assigned,
+        )
+
+    def restore(self, rank: int, ranks: tuple[int, ...], worker: Worker, pushes: Iterable[Push]) -> None:
+        """Writes the part of `rank`, one of `ranks`, to new pservers, which `pushes` are given to then."""
+        for push in pushes:
+            if push.given and not self._assigns(push):
+                push.payload, push.step_scalars = None, b""  # it only reads
+        if not self._assigned or self._parameters is None:
+            return
+        begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
+        if end > begin:
+            worker.write(self._number, 0, begin, self._parameters[begin:end])
+            for array, values in zip(self._slots, self._snapshot.values, strict=False):
+                worker.write(self._number, array, begin, values)
