@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from tfps.types import Options
 from tools.benchmark_plots import Run, Runs, Section, grouped
-from tools.pages import COLOURS, MARKERS, plot, table
+from tools.pages import BLUE, COLOURS, GREEN, MARKERS, ORANGE, RED, SKY, plot, table
 
 
 def overtaking(runs: Runs) -> Section:
@@ -145,10 +147,67 @@ def _over_time(runs: Runs) -> bytes:
     return plot(1, len(rates), 3.6, draw)
 
 
+def chaos(runs: Runs) -> Section:
+    """Steps per second over time, what happened, and who took part."""
+    section = Section()
+    section.add_plot("chaos.svg", "Steps per second while workers and pservers are lost and join", _story(runs))
+    section.add("Sleep allows 16.7 steps per second with three workers, 11.1 with two.\n")
+    events = [run for run in runs if run["what"] == "event"]
+    rows = [[run["event"], f"{run['at_s']:.1f}", f"{run['pause_s']:.2f}"] for run in events]
+    section.add(table(["what happens", "at (s)", "pause (s)"], rows))
+    return section
+
+
+def _story(runs: Runs) -> bytes:
+    def of(what: str) -> Runs:
+        return [run for run in runs if run["what"] == what]
+
+    rates = of("rate")
+    names = sorted({run["who"] for run in of("bar")}, key=lambda who: (who.startswith("pserver"), who))
+    end_s = max(run["end_s"] for run in of("bar"))
+
+    def draw(figure: Figure, axes: list[Axes]) -> None:
+        upper, lower = axes
+        upper.get_gridspec().set_height_ratios([2.0, 1.2])  # type: ignore[union-attr]  # it is one of several
+        upper.step([run["at_s"] for run in rates], [run["steps_per_s"] for run in rates], where="post", color=BLUE)
+        upper.set(ylabel="steps per second", xlim=(0, end_s), ylim=(0, None))
+        upper.tick_params(labelbottom=False)
+        for number, run in enumerate(of("event")):
+            joins = run["event"].endswith("joins")
+            colour = GREEN if joins else RED
+            for each in axes:
+                each.axvline(run["at_s"], color=colour, linewidth=1.0, linestyle=":" if joins else "--")
+            style: Options = {"color": colour, "fontsize": 7.0, "ha": "center", "va": "bottom"}
+            height = 1.03 + 0.15 * (number % 3)
+            text = f"{run['event']}\n{run['pause_s']:.2f} s"
+            upper.text(run["at_s"], height, text, transform=upper.get_xaxis_transform(), **style)
+        for run in of("bar"):
+            row = names.index(run["who"])
+            colour = BLUE if run["who"].startswith("worker") else ORANGE
+            lower.barh(row, run["first_s"] - run["start_s"], left=run["start_s"], height=0.6, color=SKY, alpha=0.5)
+            lower.barh(row, run["end_s"] - run["first_s"], left=run["first_s"], height=0.6, color=colour)
+        handles = {
+            "worker takes part": Patch(color=BLUE),
+            "starts, joins": Patch(color=SKY, alpha=0.5),
+            "pserver takes part": Patch(color=ORANGE),
+            "one is lost, and the pause": Line2D([], [], color=RED, linewidth=1.0, linestyle="--"),
+            "one joins, and the pause": Line2D([], [], color=GREEN, linewidth=1.0, linestyle=":"),
+        }
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.3), "ncols": len(handles)}
+        lower.legend(handles.values(), handles.keys(), fontsize=8.0, columnspacing=1.5, **place)
+        lower.set_yticks(range(len(names)), names)
+        lower.invert_yaxis()
+        lower.grid(visible=False, axis="y")
+        lower.set(xlabel="seconds", xlim=(0, end_s))
+
+    return plot(2, 1, 5.4, draw)
+
+
 DRAWERS: dict[str, Callable[[Runs], Section]] = {
     "overtaking": overtaking,
     "security": security,
     "compress": compress,
     "remote_update": remote_update,
     "modes": modes,
+    "chaos": chaos,
 }

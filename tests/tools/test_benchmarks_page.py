@@ -119,6 +119,13 @@ RUNS: dict[str, list[dict[str, Json]]] = {
             ("diloco", "none", 0.5, 0.975),
         )
     ],
+    "chaos": [
+        *({"what": "rate", "at_s": at_s, "steps_per_s": 10.0} for at_s in (0.0, 0.5, 1.0)),
+        {"what": "event", "event": "rank 0 killed", "at_s": 0.4, "pause_s": 0.1},
+        {"what": "event", "event": "worker 0 joins", "at_s": 1.2, "pause_s": 0.2},
+        {"what": "bar", "who": "worker 0", "start_s": 0.5, "first_s": 1.2, "end_s": 1.5},
+        {"what": "bar", "who": "pserver 0", "start_s": 0.0, "first_s": 0.0, "end_s": 1.5},
+    ],
     "security": [{"ratio": ratio, "refused_per_s": 40.0} for ratio in (1.0, 1.01, 1.02)],
     "overhead": [{"model": "small", "plain_step_s": 0.004, "tfps_step_s": 0.008, "ratio": 2.0, "extra_cpu_s": 0.006}],
     "staging": [

@@ -7,8 +7,11 @@ Pservers: the same with 50 and 500 MB per step, where a pserver is killed (the c
 stopped, or joins; how much longer than a usual step before it the longest step takes.
 Joins: two workers in `fit`; one is killed and started again. How much longer than others the first step is in which it
 takes part, for the one that stays; variables are copied through the pservers.
-Deaths: three workers in `fit`, of which one is killed every minute, in turn, and started again: with `min_workers`, and
-without, where all are started again and go on from the last epoch that BackupAndRestore has saved. Steps that count.
+Deaths: three workers of which one is killed every minute, in turn, and another one started 5 s later. With
+`min_workers`; without, where all are started again and go on from the last epoch (40 steps) that BackupAndRestore has
+saved; with Elastic Horovod, if it is installed, that commits every 10 steps, with its timeout of 30 s and with one of 5
+s. All train the same: 4 MB of gradients, 12 rows per step, which are divided among the workers. A worker sleeps 15 ms
+for each of its rows, as if it had a machine of its own. Steps that count, and pauses from one new step to the next.
 Cost: two jobs of two workers and two pservers in `fit`, one with `min_workers` and one without, take epochs in turn,
 50 MB of gradients per step and little to compute: steps per second, CPU and memory, with shared memory and over TCP.
 Snapshots: the same over TCP for two jobs with `min_workers`, `update="server"` and Adam, of which one has
@@ -17,25 +20,20 @@ Snapshots: the same over TCP for two jobs with `min_workers`, `update="server"` 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import os
 import pathlib
 import signal
 import statistics
-import struct
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tfps.types import Json
 from tools import children
 from tools.benchmarks.common import Outcome, median
+from tools.recovery import deaths
+from tools.recovery.horovod_job import HorovodError
+from tools.recovery.job import LAYERS, Job, Step, until
 
 
 class _Fault(NamedTuple):
@@ -63,21 +61,16 @@ PSERVERS = {
     "pserver_joins": None,
 }
 STEPS_BEFORE = {1: 100, 50: 40, 500: 10}  # a fault, by MB per step
-BUCKET_BYTES = 12_500_000  # at most
 PSERVER_RUNS = {50: 5, 500: 3}
 SIZES_MB = (50, 500)
-LAYERS, BATCH = 4, 12
 JOIN_EPOCH_MB = 2000  # of variables in the steps of an epoch: a join opens the data once for each epoch that is over
-DEATH_UNITS, DEATH_STEPS = 1024, 40
-DEATHS_S, QUICK_DEATHS_S = (60.0, 300.0), (30.0, 30.0)  # from one to the next, of all
+DEATH_UNITS = 512
+DEATHS_S, QUICK_DEATHS_S = (60.0, 180.0), (40.0, 40.0)  # from one to the next, of all
 COST_MB, COST_STEPS = 50, 20
-ANSWER_S = 600.0
-_TICK = threading.Event()
-_TIME = struct.Struct("<IId")  # epoch, batch, when it ended
 
 
 def run(quick: bool, part: str = "") -> Outcome:
-    """Medians of all parts, or of one; one run of deaths each with and without going on."""
+    """Medians of all parts, or of one; one run of deaths each."""
     runs: list[dict[str, Json]] = []
     headline: dict[str, float] = {}
     for name, measure in PARTS.items():
@@ -121,10 +114,25 @@ def _joins(quick: bool) -> Outcome:
 
 def _deaths(quick: bool) -> Outcome:
     every_s, window_s = QUICK_DEATHS_S if quick else DEATHS_S
-    runs = [_deaths_of(kind, every_s, window_s) for kind in ("undisturbed", "goes_on", "restarts")]
-    headline: dict[str, float] = {f"{one['kind']}_steps_per_h": one["steps_per_h"] for one in runs}
-    for kind in ("goes_on", "restarts"):
-        headline[f"{kind}_ratio"] = headline[f"{kind}_steps_per_h"] / headline["undisturbed_steps_per_h"]
+    runs: list[dict[str, Json]] = []
+    headline: dict[str, float] = {}
+    for kind in deaths.KINDS:
+        if absence := deaths.absence(kind):
+            print(absence)
+            continue
+        try:
+            one = _note(deaths.measure(kind, DEATH_UNITS, every_s, window_s))
+        except HorovodError as error:  # as with a short timeout on a busy machine
+            print(f"{kind} is left out: {error}")
+            continue
+        runs.append(one)
+        headline[f"{kind}_steps_per_h"] = one["steps_per_h"]
+        if one["deaths"]:
+            whole = "horovod_undisturbed_steps_per_h" if kind in deaths.HOROVOD else "undisturbed_steps_per_h"
+            if whole in headline:
+                headline[f"{kind}_ratio"] = one["steps_per_h"] / headline[whole]
+            for name in ("lost", "join"):
+                headline[f"{kind}_{name}_pause_s"] = statistics.median(one[f"{name}_pauses_s"])
     return Outcome(headline, runs)
 
 
@@ -168,86 +176,16 @@ PARTS = {
 }
 
 
-def _until(done: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + ANSWER_S
-    while not done():
-        if time.monotonic() > end_s:
-            raise RuntimeError("what the benchmark waits for did not happen")
-        _TICK.wait(0.01)
-
-
 def _note(found: dict[str, Json]) -> dict[str, Json]:
     print(" ".join(f"{key}={value}" for key, value in found.items()), flush=True)
     return found
 
 
-class _Job:
-    """Two pservers and workers, each of which runs this file."""
-
-    def __init__(self, stack: contextlib.ExitStack, workers: int, work: Sequence[str], **more: str) -> None:
-        self._stack, self._work, self._more, self._workers = stack, work, more, workers
-        self.pservers = [self._new_pserver() for _ in range(2)]
-        self._addresses = [self._address(each) for each in self.pservers]
-        self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.workers = [self._new(rank) for rank in range(workers)]
-
-    def _new_pserver(self, *more: str) -> subprocess.Popen[str]:
-        serve = ["-m", "tfps.pserver.cli", "--port=0", f"--workers={self._workers}", "--quiet", *more]
-        return self._stack.enter_context(_killed(children.python(serve, stderr=subprocess.DEVNULL)))
-
-    def _address(self, pserver: subprocess.Popen[str]) -> str:
-        return children.answer(pserver, ANSWER_S).split()[3]
-
-    def _new(self, rank: int) -> subprocess.Popen[str]:
-        environment = {
-            "TFPS_PSERVERS": ",".join(self._addresses),
-            "TFPS_RANK": str(rank),
-            "TFPS_WORKERS": str(self._workers),
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            **self._more,
-        }
-        work = [str(pathlib.Path(__file__)), *self._work, str(self.folder)]
-        return self._stack.enter_context(_killed(children.python(work, environment, stderr=subprocess.DEVNULL)))
-
-    def start_again(self, rank: int) -> None:
-        self.workers[rank] = self._new(rank)
-
-    def end(self, process: subprocess.Popen[str], how: int = signal.SIGKILL) -> float:
-        """Sends a signal; returns when."""
-        process.send_signal(how)
-        if how == signal.SIGKILL:
-            process.wait(ANSWER_S)
-        return time.monotonic()
-
-    def join(self) -> float:
-        """Lets another pserver take part; returns when it begins to."""
-        self.pservers.append(self._new_pserver(f"--join={self._addresses[0]}"))
-        self._address(self.pservers[-1])
-        return time.monotonic()
-
-    def times(self, rank: int) -> list[tuple[int, int, float]]:
-        """Epoch, batch and end of all steps that the processes of a rank have taken."""
-        with contextlib.suppress(FileNotFoundError):
-            data = (self.folder / f"{rank}.times").read_bytes()
-            return list(_TIME.iter_unpack(data[: len(data) // _TIME.size * _TIME.size]))
-        return []
-
-
-@contextlib.contextmanager
-def _killed(context: contextlib.AbstractContextManager[subprocess.Popen[str]]):  # type: ignore[no-untyped-def]
-    """A process that may be stopped, and need not end by itself."""
-    with context as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def _fault(name: str, fault: _Fault | None, size_mb: int, **more: str) -> dict[str, Json]:
     """None: a pserver joins. `more`: environment variables."""
     with contextlib.ExitStack() as stack:
-        job = _Job(stack, 3, ["exchange", "--mb", str(size_mb)], **more)
-        _until(lambda: all(len(job.times(each)) > STEPS_BEFORE[size_mb] for each in range(3)))
+        job = Job(stack, 3, ["exchange", "--mb", str(size_mb)], **more)
+        until(lambda: all(len(job.steps(each)) > STEPS_BEFORE[size_mb] for each in range(3)))
         others = list(range(3))
         if fault is None:
             began_s = job.join()
@@ -257,10 +195,10 @@ def _fault(name: str, fault: _Fault | None, size_mb: int, **more: str) -> dict[s
             began_s = job.end(job.workers[fault.number], fault.how)
             others.remove(fault.number)
         last_s = began_s + (1.0 if fault is None else fault.watched_s)
-        _until(lambda: all(job.times(each)[-1][2] > last_s for each in others))
+        until(lambda: all(job.steps(each)[-1][2] > last_s for each in others))
         usual, longest = [], []
         for each in others:
-            ends = [end for _, _, end in job.times(each)]
+            ends = [step.end_s for step in job.steps(each)]
             before = [b - a for a, b in itertools.pairwise(ends) if b < began_s]
             usual.append(statistics.median(before[len(before) // 2 :]))  # the first ones are slower
             longest.append(max(b - a for a, b in itertools.pairwise(ends) if began_s < b and a < last_s))
@@ -274,7 +212,7 @@ def _units(size_mb: int) -> int:
     return int((size_mb * 1e6 / 4 / LAYERS) ** 0.5)
 
 
-def _took(times: Sequence[tuple[int, int, float]]) -> dict[tuple[int, int], float]:
+def _took(times: Sequence[Step]) -> dict[tuple[int, int], float]:
     """By epoch and batch: the time since the end of the step before it."""
     return {later[:2]: later[2] - earlier[2] for earlier, later in itertools.pairwise(times)}
 
@@ -283,52 +221,20 @@ def _joins_of(size_mb: int, count: int) -> list[dict[str, Json]]:
     with contextlib.ExitStack() as stack:
         steps = JOIN_EPOCH_MB // size_mb
         work = ["fit", "--units", str(_units(size_mb)), "--steps", str(steps)]
-        job = _Job(stack, 2, work, TFPS_MIN_WORKERS="1", TFPS_STEP_TIMEOUT_S="300")
+        job = Job(stack, 2, work, TFPS_MIN_WORKERS="1", TFPS_STEP_TIMEOUT_S="300")
         found: list[dict[str, Json]] = []
-        _until(lambda: len(job.times(0)) > 3 * steps)
+        until(lambda: len(job.steps(0)) > 3 * steps)
         for _ in range(count):
             job.end(job.workers[1])
-            before = len(job.times(1))
+            before = len(job.steps(1))
             job.start_again(1)
-            _until(lambda start=before: len(job.times(1)) > start + steps)  # type: ignore[misc]
-            first = job.times(1)[before][:2]  # the one that stays has taken this step, too
-            took = _took(job.times(0))
+            until(lambda start=before: len(job.steps(1)) > start + steps)  # type: ignore[misc]
+            first = job.steps(1)[before][:2]  # the one that stays has taken this step, too
+            took = _took(job.steps(0))
             usual_s = statistics.median(s for step, s in took.items() if (step[1] == 0) == (first[1] == 0))
             one = {"what": "join", "mb": size_mb, "join_s": round(took[first] - usual_s, 3)}
             found.append(_note({**one, "usual_s": round(usual_s, 3)}))
         return found
-
-
-def _deaths_of(kind: str, every_s: float, window_s: float) -> dict[str, Json]:
-    with contextlib.ExitStack() as stack:
-        work = ["fit", "--units", str(DEATH_UNITS), "--steps", str(DEATH_STEPS)]
-        more = {"TFPS_MIN_WORKERS": "1"}
-        if kind == "restarts":
-            work, more = [*work, "--backup"], {}
-        job = _Job(stack, 3, work, **more)
-        _until(lambda: all(len(job.times(rank)) > DEATH_STEPS for rank in range(3)))
-        began_s, deaths = time.monotonic(), 0
-        first = max(job.times(rank)[-1][:2] for rank in range(3))
-        while (left_s := began_s + window_s - time.monotonic()) > 0:
-            next_s = began_s + every_s * (deaths + 0.5) - time.monotonic()
-            if kind == "undisturbed" or next_s > left_s:
-                _TICK.wait(left_s)
-                break
-            _TICK.wait(max(next_s, 0.0))
-            rank, deaths = deaths % 3, deaths + 1
-            job.end(job.workers[rank])
-            if kind == "goes_on":
-                job.start_again(rank)
-                continue
-            for other in range(3):  # they end by themselves; what starts them again is not what is measured
-                job.end(job.workers[other])
-            for other in range(3):
-                job.start_again(other)
-        last = max(entry[:2] for rank in range(3) for entry in job.times(rank))
-        steps = (last[0] - first[0]) * DEATH_STEPS + last[1] - first[1]
-        took_s = time.monotonic() - began_s
-        found = {"what": "deaths", "kind": kind, "deaths": deaths, "steps": steps, "window_s": round(took_s, 1)}
-        return _note({**found, "steps_per_h": round(steps / took_s * 3600)})
 
 
 def _compared(
@@ -339,7 +245,7 @@ def _compared(
     with contextlib.ExitStack() as stack:
         work = ["fit", "--units", str(_units(COST_MB)), "--steps", str(COST_STEPS), "--paced", *options]
         shared = {"TFPS_SHARED_MEMORY": str(int(transport == "shared"))}
-        jobs = {kind: _Job(stack, 2, work, **shared, **more) for kind, more in settings.items()}
+        jobs = {kind: Job(stack, 2, work, **shared, **more) for kind, more in settings.items()}
         for job in jobs.values():
             _epoch(job, 0)  # traces and tunes
         found: list[dict[str, Json]] = []
@@ -356,7 +262,7 @@ def _compared(
         return found
 
 
-def _epoch(job: _Job, number: int) -> tuple[float, float]:
+def _epoch(job: Job, number: int) -> tuple[float, float]:
     """Lets a job take an epoch; returns steps per second, from the first's end on, and CPU seconds per step, of all."""
     processes = [*job.workers, *job.pservers]
     before_s = sum(children.cpu_s(each.pid) for each in processes)
@@ -364,9 +270,9 @@ def _epoch(job: _Job, number: int) -> tuple[float, float]:
         children.tell(worker, "")
 
     def ends(rank: int) -> list[float]:
-        return [end for epoch, _, end in job.times(rank) if epoch == number]
+        return [step.end_s for step in job.steps(rank) if step.epoch == number]
 
-    _until(lambda: all(len(ends(rank)) == COST_STEPS for rank in range(len(job.workers))))
+    until(lambda: all(len(ends(rank)) == COST_STEPS for rank in range(len(job.workers))))
     first_s, *_, last_s = ends(0)
     cpu_s = sum(children.cpu_s(each.pid) for each in processes) - before_s
     return (COST_STEPS - 1) / (last_s - first_s), cpu_s / COST_STEPS
@@ -376,96 +282,3 @@ def _memory_mb(pid: int) -> float:
     """Of a process; what it shares with others counts in parts."""
     lines = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / 1e6
-
-
-def _work_exchange(folder: str, size_mb: int) -> None:
-    import numpy as np
-
-    from tfps.config import Config
-    from tfps.exchange.interface import BucketSpec, Reply
-    from tfps.exchange.update_spec import StepScalars, UpdateSpec
-    from tfps.trace.recorder import Recorder
-    from tfps.worker.elastic import ElasticWorker
-
-    rank, config = int(os.environ["TFPS_RANK"]), Config.from_environment(min_workers=1)
-    addresses = os.environ["TFPS_PSERVERS"].split(",")
-    worker = ElasticWorker(addresses, rank=rank, config=config, recorder=Recorder())
-    nbytes = min(size_mb * 1_000_000, BUCKET_BYTES)
-    names = [f"gradient {number}" for number in range(size_mb * 1_000_000 // nbytes)]
-    update, items = None, nbytes // 4
-    if config.update == "server":
-        constants, slots = (("momentum", 0.9), ("nesterov", 0.0)), (("momentum", 0.0),)
-        update = UpdateSpec("sgd", constants, slots, (items,), (False,))
-    specs = [BucketSpec((name,), "sum", nbytes, "float32", i, update=update) for i, name in enumerate(names)]
-    buckets, payload = worker.declare(specs), np.ones(items, np.float32)
-    for bucket in buckets if update is not None and rank == 0 else ():
-        worker.write(bucket, 0, 0, payload)
-    with pathlib.Path(folder, f"{rank}.times").open("ab", buffering=0) as times:
-        for step in range(2**31):
-            replied = threading.Semaphore(0)
-
-            def note(reply: Reply, replied: threading.Semaphore = replied) -> None:
-                replied.release()
-
-            for bucket in buckets:
-                mark = int(step == 0)  # all ranks have assigned the parameters
-                scalars = b"" if update is None else StepScalars(mark, (float(step), 1e-3)).pack()
-                worker.push(bucket, payload, note, scalars)
-            for _ in buckets:
-                replied.acquire()
-            times.write(_TIME.pack(0, step, time.monotonic()))
-            _TICK.wait(0.01)
-
-
-def _work_fit(folder: str, units: int, steps: int, backup: bool, paced: bool, adam: bool) -> None:
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
-    import tfps
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    strategy = tfps.Strategy()
-    with strategy.scope():
-        hidden = [keras.layers.Dense(units, use_bias=False) for _ in range(LAYERS)]
-        model = keras.Sequential([keras.layers.Input((units,)), *hidden])
-        optimizer = keras.optimizers.Adam if adam else keras.optimizers.SGD
-        model.compile(optimizer(1e-6), "mse", jit_compile=False)
-    x = np.random.default_rng(0).normal(size=[BATCH, units]).astype(np.float32)
-    data = tf.data.Dataset.from_tensors((x, x)).repeat(steps)
-
-    class Times(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Json = None) -> None:
-            path = pathlib.Path(folder, f"{os.environ['TFPS_RANK']}.times")
-            self.file = path.open("ab", buffering=0)
-
-        def on_epoch_begin(self, epoch: int, logs: Json = None) -> None:
-            self.epoch = epoch
-            if paced:
-                sys.stdin.readline()
-
-        def on_train_batch_end(self, batch: int, logs: Json = None) -> None:
-            self.file.write(_TIME.pack(self.epoch, batch, time.monotonic()))
-
-    callbacks = [Times()]
-    if backup:
-        callbacks.append(keras.callbacks.BackupAndRestore(pathlib.Path(folder, "backup")))
-    model.fit(data, epochs=10**6, verbose=0, callbacks=callbacks)
-
-
-if __name__ == "__main__":
-    _parser = argparse.ArgumentParser()
-    _parser.add_argument("what", choices=["exchange", "fit"])
-    _parser.add_argument("folder")
-    _parser.add_argument("--units", type=int, default=0)
-    _parser.add_argument("--steps", type=int, default=0)
-    _parser.add_argument("--mb", type=int, default=0)
-    _parser.add_argument("--backup", action="store_true")
-    _parser.add_argument("--paced", action="store_true")  # each epoch begins with a line of stdin
-    _parser.add_argument("--adam", action="store_true")
-    _options = _parser.parse_args()
-    if _options.what == "exchange":
-        _work_exchange(_options.folder, _options.mb)
-    else:
-        _work_fit(_options.folder, _options.units, _options.steps, _options.backup, _options.paced, _options.adam)
-    sys.exit(0)
