@@ -62,8 +62,8 @@ def exchange(folder: str, size_mb: int) -> None:
 
             for bucket in buckets:
                 mark = int(step == 0)  # all ranks have assigned the parameters
-                scalars = b"" if update is None else StepScalars(mark, (float(step), 1e-3)).pack()
-                worker.push(bucket, payload, note, scalars)
+                scalars = StepScalars(mark, (float(step), 1e-3), wrote=mark > 0 and rank == 0).pack()
+                worker.push(bucket, payload, note, b"" if update is None else scalars)
             for _ in buckets:
                 replied.acquire()
             times.write(TIME.pack(0, step, time.monotonic()))
