@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import socket
-import threading
 from collections.abc import Callable
 
 import jobs
@@ -23,13 +20,9 @@ from tfps.errors import (
     UnsupportedError,
     WorkerLostError,
 )
-from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
-from tfps.types import Argument
-from tfps.wire.reach import split
-from tfps.worker import elastic, meeting
 from tfps.worker.elastic import ElasticWorker
 
 
@@ -160,43 +153,6 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     late._go_on(late._worker, late._begin_anew, PserverLostError("it has slept"))
     assert isinstance(failed.wait(), WorkerLostError)
     assert "went on without this one" in str(failed.wait())
-
-
-@pytest.mark.parametrize("comes_back", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_who_is_left_alone_goes_on_once_all_pservers_answer(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, comes_back: bool
-) -> None:
-    """Until then others may go on with the one that does not: it is just being started again."""
-    for module, name in ((regrouping, "_GRACE_S"), (meeting, "_ASK_S"), (elastic, "_ELSEWHERE_S")):
-        monkeypatch.setattr(module, name, jobs.DEADLINE_S if comes_back and module is elastic else 0.5)
-    met, meet, go_on, may_begin = threading.Semaphore(0), meeting.meet, ElasticWorker._go_on, threading.Event()
-
-    def met_again(*arguments: Argument) -> pb.RegroupReply:
-        met.release()
-        return meet(*arguments)
-
-    def alone(self: ElasticWorker, *arguments: Argument) -> None:
-        if self.rank == 0 and may_begin.wait(jobs.DEADLINE_S):
-            go_on(self, *arguments)
-
-    monkeypatch.setattr(elastic, "meet", met_again)
-    monkeypatch.setattr(ElasticWorker, "_go_on", alone)
-    job = Job(cluster)
-    job.step()
-    failed, (host, port) = Failed(job.workers[0]), split(job.servers[2].address)
-    job.servers[2].stop(0)
-    with contextlib.closing(socket.create_server((host, port))):  # takes connections, and says nothing
-        may_begin.set()
-        if not comes_back:
-            assert "ranks 1, 2 may go on elsewhere" in str(failed.wait())
-            return
-        for _ in range(2):
-            assert met.acquire(timeout=jobs.DEADLINE_S)
-    job.servers[2] = ParameterServer(host, port, workers=3)
-    cluster.callback(job.servers[2].stop, 0.2)
-    assert job.workers[0].declare([bucket(8, name="another")]) == [len(SPECS)]
-    assert job.workers[0].view.ranks == (0,)
-    assert job.workers[0].failure is None
 
 
 def _but_rank(rank: int, go_on: Callable[..., None]) -> Callable[..., None]:

@@ -30,7 +30,6 @@ from tfps.errors import (
     PserverLostError,
     TfpsError,
     WaitTimeoutError,
-    WorkerLostError,
 )
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
@@ -60,7 +59,6 @@ _PAUSE_S = 0.2  # before another attempt
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 # The job may go on in another attempt.
 _LATER = (ClosedError, ConnectError, PserverLostError, WaitTimeoutError)
-_ELSEWHERE_S = 10.0  # by then a pserver that was just being started again answers: others do not go on with it
 _MOST_CONNECT_S = 15.0  # for all to begin anew, once they have met
 _SAID_S = 10.0  # between log lines of a wait
 
@@ -468,10 +466,10 @@ class ElasticWorker(CurrentWorker, Replaying):
         """Meets the others, and begins the job anew with them."""
         logger.warning("tfps: %s; the workers meet, to go on with the pservers that there are", reason)
         generation = old.view.generation
-        silent, began_s = old.silent_pservers, time.monotonic()
+        silent = old.silent_pservers
         for failed in self._attempts(reason):
-            report = self._report(old, generation, reason)
             try:
+                report = self._report(old, generation, reason)
                 workers, not_asked, silent = old.view.workers, silent, set()
                 reply = meet(
                     self._addresses, self._security, old.uid, self._first, self.rank, workers, report, not_asked
@@ -487,10 +485,6 @@ class ElasticWorker(CurrentWorker, Replaying):
                 for push, own in answered:
                     push.on_reply(own)
                 return
-            except WorkerLostError as error:
-                if not report.unreached or time.monotonic() - began_s > _ELSEWHERE_S:
-                    raise
-                failed(error)
             except _LATER as error:
                 failed(error)
 
