@@ -232,6 +232,73 @@ def pushing(job: Training, worker: ElasticWorker) -> Exception:
         return error
 
 
+def test_a_pserver_lost_while_ranks_read_at_a_barrier_leaves_all_with_the_same(cluster: Cluster) -> None:
+    job = Training(cluster)
+    job.end_assigning(job.assign())
+    job.train(0, 1, 2, 2, 1, 0, 2, 1, 2)
+    for worker in job.workers:
+        worker.quiesce()
+    for pending, _ in job.begin(moving.TOTAL):
+        pending.wait()
+    read = [summed(jobs.push(job.workers[0], MODEL, None).wait()).copy()]
+    job.lose(0)
+    read += [summed(jobs.push(worker, MODEL, None).wait()) for worker in job.workers[1:]]
+    for values in read:
+        np.testing.assert_array_equal(values, job.parameters)
+
+
+@pytest.mark.parametrize("case", ["first steps", "after new values", "after a loss"])
+def test_a_pserver_joins_once_all_ranks_have_what_is_kept(cluster: Cluster, case: str) -> None:
+    job = Training(cluster)
+    job.end_assigning(job.assign())
+    job.train(0)
+    if case != "first steps":
+        job.train(1, 2, 0, 1, 2)
+    if case == "after new values":
+        job.end_assigning(job.assign())
+        job.train(0)
+    if case == "after a loss":
+        job.leave(1)
+        job.train(0)
+    job.servers.append(cluster.pserver(WORKERS))
+    offer(job.servers[0].address, job.servers[-1].address, WORKERS, Security())
+    poll(lambda: (asked := job.servers[0]._job._admission) is not None and 0 in asked.called)  # it has what it needs
+    assert all(len(worker.links()) == 2 for worker in job.workers)
+    job.train(*(worker.rank for worker in job.workers))
+    job.train(*(worker.rank for worker in job.workers))
+    poll(lambda: all(len(worker.links()) == 3 for worker in job.workers))
+    for worker in job.workers:
+        job.push(worker, job.gradient()).wait()
+
+
+def test_values_that_were_assigned_without_a_lost_worker_are_those_of_before(cluster: Cluster) -> None:
+    job = Training(cluster)
+    job.end_assigning(job.assign())
+    job.train(0, 1, 2)
+    lost = job.workers.pop()
+    waiting = job.assign()
+    lost.close("SIGTERM")
+    job.end_assigning(waiting)
+    again = [job.push(worker, job.gradient(), mark=9) for worker in job.workers]  # other values than before
+    for pending in again:
+        pending.wait()
+
+
+def test_values_that_one_rank_has_assigned_do_not_count_early_on_the_next_pservers(cluster: Cluster) -> None:
+    job = Training(cluster, every=100)
+    job.end_assigning(job.assign())
+    job.train(0, 1, 2)
+    job.lose_state(0)
+    before = job.parameters
+    workers, job.workers = job.workers, job.workers[:1]
+    some = job.assign()
+    job.workers, job.parameters, assigned = workers, before, job.parameters
+    job.check()
+    job.parameters = assigned
+    some += [(job.push(worker, each, mark=7), each) for worker in workers[1:] for each in [job.gradient()]]
+    job.end_assigning(some)
+
+
 def test_a_counter_gives_each_number_once(cluster: Cluster) -> None:
     job = Training(cluster)
     drawn = [worker.fetch_add("batches") for worker in job.workers[:2] for _ in range(3)]

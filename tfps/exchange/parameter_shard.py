@@ -73,6 +73,11 @@ class ParameterShard:
             self._arrays[each] = array
         self._put = []
 
+    def resume(self) -> None:
+        """What has been put is from other owners: assigned values that are put from now on wait for `take_put`."""
+        self.take_put()
+        self._updated = not self._missing
+
     def get(self, number: int, begin: int, nbytes: int) -> bytes:
         """A copy of `nbytes` from `begin` on of array `number`, as of the last update; before the first one, as put."""
         self._check(number, begin, nbytes)

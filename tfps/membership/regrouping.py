@@ -39,6 +39,7 @@ class Newest:
     slots: bool = False  # whether it has any
     ranks: Sequence[int] = ()  # who have the parts of the snapshot of the slots
     snapshot_assigned: int = 0  # as `assigned`, before the snapshot
+    reads: int = 0  # at barriers, where it gets what all will have
 
     def is_held_with(self, others: Sequence[Newest], ranks: Sequence[int]) -> bool:
         """Whether `ranks`, this one and `others`, have it together."""
@@ -87,6 +88,7 @@ class Regrouped:
     reason: str
     expected: Sequence[int]  # who took part, as somebody knew
     gone: Sequence[int] = ()  # buckets whose state nobody has any more
+    newest: Mapping[int, int] = field(default_factory=dict)  # of buckets of which some have read more: who has
 
 
 def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) -> Regrouped | None:
@@ -113,7 +115,7 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
         raise PserverLostError(f"no pserver answers all workers: {here[0].reason}")
     common = min(len(report.steps) for report in here)
     steps = [max(report.steps[bucket] for report in here) for bucket in range(common)]
-    results, gone = {}, []
+    results, gone, newest = {}, [], dict[int, int]()
     for bucket, step in enumerate(steps):
         if any(bucket in report.snapshots for report in here):
             snapshot = _snapshot(bucket, present, here)
@@ -122,13 +124,18 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
         elif any(bucket in report.newest for report in here):
             held = [report.newest.get(bucket, Newest(0)) for report in here]
             gone += [] if held[0].is_held_with(held[1:], present) else [bucket]
+            reads = [each.reads for each in held]
+            if len(set(reads)) > 1:
+                newest[bucket] = present[reads.index(max(reads))]
         elif any(report.steps[bucket] < step for report in here):
             first = next(rank for rank in present if reports[rank].steps[bucket] == step)
             results[bucket] = Result(first, reports[first].results.get(bucket, sorted(reports[first].ranks)))
     generation = max(report.generation for report in here) + 1
     declarations = min(report.declarations for report in here)
     reason = here[0].reason
-    return Regrouped(generation, present, pservers, declarations, steps, results, reason, sorted(expected), gone)
+    return Regrouped(
+        generation, present, pservers, declarations, steps, results, reason, sorted(expected), gone, newest
+    )
 
 
 def _snapshot(bucket: int, present: Sequence[int], here: Sequence[Report]) -> int | None:

@@ -298,18 +298,20 @@ class MemberStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ..., shared_memory: bool = ..., busy_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class Newest(_message.Message):
-    __slots__ = ["assigned", "bucket", "ranks", "slots", "snapshot_assigned"]
+    __slots__ = ["assigned", "bucket", "ranks", "reads", "slots", "snapshot_assigned"]
     ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     assigned: int
     bucket: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
+    reads: int
     slots: bool
     snapshot_assigned: int
-    def __init__(self, bucket: _Optional[int] = ..., assigned: _Optional[int] = ..., slots: bool = ..., ranks: _Optional[_Iterable[int]] = ..., snapshot_assigned: _Optional[int] = ...) -> None: ...
+    def __init__(self, bucket: _Optional[int] = ..., assigned: _Optional[int] = ..., slots: bool = ..., ranks: _Optional[_Iterable[int]] = ..., snapshot_assigned: _Optional[int] = ..., reads: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ["failure"]
@@ -418,7 +420,7 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class RegroupReply(_message.Message):
-    __slots__ = ["busy", "declarations", "expected", "failure", "generation", "gone", "known", "moving", "pservers", "ranks", "reason", "results", "steps", "workers"]
+    __slots__ = ["busy", "declarations", "expected", "failure", "generation", "gone", "known", "moving", "newest", "pservers", "ranks", "reason", "results", "steps", "workers"]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
@@ -427,6 +429,7 @@ class RegroupReply(_message.Message):
     GONE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     PSERVERS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -441,13 +444,14 @@ class RegroupReply(_message.Message):
     gone: _containers.RepeatedScalarFieldContainer[int]
     known: bool
     moving: bool
+    newest: _containers.RepeatedCompositeFieldContainer[Result]
     pservers: _containers.RepeatedScalarFieldContainer[str]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     reason: str
     results: _containers.RepeatedCompositeFieldContainer[Result]
     steps: _containers.RepeatedScalarFieldContainer[int]
     workers: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., gone: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., gone: _Optional[_Iterable[int]] = ..., newest: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegroupRequest(_message.Message):
     __slots__ = ["asks", "incarnation", "rank", "report", "timeout_s"]

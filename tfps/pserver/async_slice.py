@@ -66,8 +66,8 @@ class RankScalars:
 
     def __init__(self, name: str, spec: UpdateSpec, view: View) -> None:
         self.name, self.spec = name, spec
-        self.view = view  # replaced by `Shard.set_view`
-        self._lock = threading.Lock()  # guards the next two
+        self.view = view
+        self._lock = threading.Lock()  # guards it and the next two
         self._latest: dict[int, tuple[int, StepScalars]] = {}
         self._marks: dict[int, int] = {}  # of ranks that have assigned values and wait for others to do so
 
@@ -94,6 +94,14 @@ class RankScalars:
             if self._marks.keys() >= set(self.view.ranks):
                 self._marks = {}
         return None
+
+    def set_view(self, view: View) -> None:
+        """Lost ranks assign no more; who is left may have done so already."""
+        with self._lock:
+            self.view = view
+            self._marks = {rank: mark for rank, mark in self._marks.items() if rank in view.ranks}
+            if self._marks.keys() >= set(view.ranks):
+                self._marks = {}
 
     def at(self, rank: int, step: int) -> StepScalars | None:
         """Those of `rank` for `step`; None if none have come."""

@@ -326,7 +326,7 @@ class Job(Elastic):
         declaration.agreed = True
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
         if self._goes_on_now:
-            self._shard.take_put()
+            self._shard.resume()
         self._changed.notify_all()
         return True
 

@@ -47,6 +47,12 @@ class Meetings:
         with self._changed:
             return incarnation in self._meetings
 
+    def was_of(self, incarnation: str) -> bool:
+        """Whether this pserver has been one of the job's: workers that only failed to meet here make it none."""
+        with self._changed:
+            meeting = self._meetings.get(incarnation)
+            return meeting is not None and (meeting.knows or isinstance(meeting.outcome, Regrouped))
+
     def meet(self, request: pb.RegroupRequest, knows: bool, timeout_s: float, begin: Callable[[], object]) -> Regrouped:
         """Waits for the other workers; returns what they agree on. `begin` is called before it, and may raise.
 
@@ -165,7 +171,7 @@ def _report(message: pb.Report) -> Report:
         reason=message.reason,
         snapshots=_snapshots(message.snapshots),
         newest={
-            each.bucket: Newest(each.assigned, each.slots, tuple(each.ranks), each.snapshot_assigned)
+            each.bucket: Newest(each.assigned, each.slots, tuple(each.ranks), each.snapshot_assigned, each.reads)
             for each in message.newest
         },
     )

@@ -245,6 +245,8 @@ class ParameterServer:
         own = job.is_of(request.incarnation)
         known = own or self._meetings.knows(request.incarnation)
         if request.asks:
+            if own:
+                job.check_present(request.rank, _uid(context))
             busy = job.under_way and not own
             workers, addresses = self.workers, job.addresses
             return pb.RegroupReply(
@@ -265,7 +267,8 @@ class ParameterServer:
             elif job.under_way:
                 raise PserverLostError(f"pserver {self.address} has another job")
 
-        outcome = self._meetings.meet(request, known, _bounded(request.timeout_s), begin)
+        was_of = own or self._meetings.was_of(request.incarnation)
+        outcome = self._meetings.meet(request, was_of, _bounded(request.timeout_s), begin)
         return pb.RegroupReply(
             known=True,
             generation=outcome.generation,
@@ -280,6 +283,7 @@ class ParameterServer:
             reason=outcome.reason,
             expected=outcome.expected,
             gone=outcome.gone,
+            newest=[pb.Result(bucket=bucket, rank=rank) for bucket, rank in outcome.newest.items()],
         )
 
     def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:

@@ -111,16 +111,16 @@ class Shard:
         self.view = self.bound.view = view
         for bucket in self.buckets:
             if isinstance(bucket.scalars, RankScalars):
-                bucket.scalars.view = view
+                bucket.scalars.set_view(view)
             for slices in bucket.next.values():
                 for item in slices.values():
                     item.change_view(view)  # nobody has pushed yet, so nobody is answered
 
-    def take_put(self) -> None:
+    def resume(self) -> None:
         """What workers have put into slices of mode "async" counts: a job goes on with it."""
         for _, item in self.async_slices():
             with item.lock:
-                item.parameters.take_put()
+                item.parameters.resume()
 
     def slices(self) -> Iterator[tuple[str, OwnedSlice]]:
         """The slices in use, each with its bucket's name."""

@@ -429,8 +429,10 @@ class Runtime:
                 self._progress.notify_all()
 
         def on_reply(reply: Reply) -> None:
-            answered()
-            self._replies.add(spec.priority, functools.partial(apply, reply))
+            try:
+                answered()
+            finally:
+                self._replies.add(spec.priority, functools.partial(apply, reply))
 
         with self._progress:
             self._under_way += 1

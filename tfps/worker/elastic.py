@@ -339,12 +339,13 @@ class ElasticWorker(CurrentWorker, Replaying):
 
         def take() -> None:
             self._add_addresses([address])
-            end_s = time.monotonic() + self.config.rejoin_timeout_s
-            while not self._can_move() and time.monotonic() < end_s and not self._over.wait(_PAUSE_S):
-                pass
+            end_s, agreed = time.monotonic() + self.config.rejoin_timeout_s, False
+            while not agreed and time.monotonic() < end_s and not self._over.wait(_PAUSE_S):
+                with contextlib.suppress(*_LATER):
+                    agreed = self._agree_to_move(_MOST_CONNECT_S)
             with self._changed:
                 worker = self._worker
-            if self._can_move() and not (worker.candidate or address in worker.addresses):
+            if agreed and not (worker.candidate or address in worker.addresses):
                 worker.fail(PserverLostError(f"pserver {address} takes part from now on"))
 
         threading.Thread(target=take, name="tfps-offered", daemon=True).start()
@@ -423,7 +424,8 @@ class ElasticWorker(CurrentWorker, Replaying):
             raise
         finally:
             with self._changed:
-                self._next = None
+                if self._next is new:
+                    self._next = None
 
     # Other pservers
 
@@ -546,7 +548,7 @@ class ElasticWorker(CurrentWorker, Replaying):
         for number, (bucket, step) in enumerate(zip(self._buckets, steps, strict=False)):
             new.take_residual(number, old, step)
             bucket.gone = bucket.gone or number in reply.gone
-        self._restore_kept(new, steps, tuple(reply.ranks))
+        self._restore_kept(new, steps, tuple(reply.ranks), {each.bucket: each.rank for each in reply.newest})
         new.resume_lines(lines)  # from then on all ranks have written their parts
         found = self._exchange_results(new, results)
         if ahead:
@@ -579,13 +581,15 @@ class ElasticWorker(CurrentWorker, Replaying):
             behind = self._begin_replay()
             self._ended.difference_update(new.view.ranks)
             self._changed.notify_all()
+        new.add_failure_listener(functools.partial(self._failed, new))
         for number, bucket in enumerate(self._buckets):
             with bucket.lock:
+                if self._regrouping or self._worker is not new:
+                    return  # it has failed already: the next one gets all
                 bucket.worker = new
                 for push in list(bucket.pushes) if number not in behind else ():
                     self._give(number, new, push)
         self._start_replay(new, behind)
-        new.add_failure_listener(functools.partial(self._failed, new))
 
     def _exchange_results(self, new: Worker, results: Mapping[int, pb.Result]) -> dict[int, Reply]:
         """Gives and gets the last replies that some ranks lack; returns them, by bucket."""

@@ -40,6 +40,7 @@ class Push:
     collects: bool = False  # residuals: see State.collect_residual
     step_scalars: bytes = b""
     writes: Sequence[Write] = ()  # before it
+    reads: bool = False  # it only reads, as the program wants (mode "async")
     given: bool = False  # to a worker, so that pservers may have it
 
     def answered(self) -> OnReply:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from tfps.config import Security
-from tfps.errors import PserverLostError, TfpsError
+from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.reach import split
@@ -49,6 +49,7 @@ class _Found(NamedTuple):
     answer: _Answer
     pservers: Sequence[str] = ()  # of the job that is under way there, if it was resumed
     moving: bool = False  # the workers of the job are about to go on with other pservers
+    error: WorkerLostError | None = None  # the job goes on there without this worker
 
 
 def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest, workers: int) -> _Found:
@@ -61,6 +62,8 @@ def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest,
     with _pserver(address, security, uid) as pserver:
         try:
             reply = pserver.call("Regroup", request, _ASK_S)
+        except WorkerLostError as error:
+            return _Found(_Answer.KNOWS, error=error)
         except TfpsError:
             return _Found(_Answer.SILENT)
     answer = _Answer.KNOWS if reply.known else _Answer.IDLE
@@ -70,10 +73,10 @@ def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest,
 
 
 def _ask_all(
-    addresses: Sequence[str], security: Security, uid: str = "", incarnation: str = "", workers: int = 0
+    addresses: Sequence[str], security: Security, uid: str = "", incarnation: str = "", rank: int = 0, workers: int = 0
 ) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
-    request = pb.RegroupRequest(incarnation=incarnation, asks=True)
+    request = pb.RegroupRequest(incarnation=incarnation, asks=True, rank=rank)
 
     def ask(address: str) -> None:
         found[address] = _ask(address, security, uid, request, workers)
@@ -115,7 +118,10 @@ def meet(
 
     PserverLostError, WaitTimeoutError: not now, maybe later. Other TfpsErrors: this worker cannot go on.
     """
-    asked = _ask_all([each for each in addresses if each not in silent], security, uid, incarnation, workers)
+    asked = _ask_all([each for each in addresses if each not in silent], security, uid, incarnation, rank, workers)
+    for found in asked.values():
+        if found.error is not None:  # elsewhere it might meet nobody, and begin alone
+            raise found.error
     answers = {address: asked[address].answer if address in asked else _Answer.SILENT for address in addresses}
 
     def those(*kinds: _Answer) -> list[str]:

@@ -32,16 +32,24 @@ class Newest:
         self.writes: list[Write] = []  # before the next push
         self._given = 0  # pushes
         self._parameters: Bytes | None = None  # as they came last; None: nothing has been answered
+        self._reads = 0  # of this program, that have been answered
+        self._marked = 0  # pushes with which this rank has assigned values
         self._assigned = 0  # how often all ranks have assigned values together
         self._snapshot, self._snapshot_assigned = Snapshot(), 0  # and how often they had before it
 
     @property
     def oldest(self) -> tuple[int, ...] | None:
-        """Who have the parts of the snapshot; None: there is nothing to have."""
-        return self._snapshot.ranks if self._slots and self._assigned else None
+        """Who have the parts of the snapshot; None: there is nothing to have. Nobody while all assign values."""
+        if self._marked != self._assigned:
+            return ()
+        if not (self._slots and self._assigned):
+            return None
+        return self._snapshot.ranks if self._snapshot_assigned == self._assigned else ()
 
     def add(self, push: Push) -> None:
         push.writes, self.writes = self.writes, []
+        push.reads = not push.step_scalars
+        self._marked += self._assigns(push)
 
     def give(self, rank: int, worker: Worker) -> None:
         """Takes a snapshot if it is time, before the next push goes to `worker`."""
@@ -58,6 +66,7 @@ class Newest:
         """`push` has been answered, with the newest parameters."""
         self._parameters = np.asarray(reply.sum).view(np.uint8)
         self._assigned += self._assigns(push)
+        self._reads += push.reads
 
     def _assigns(self, push: Push) -> bool:
         """Whether it waits until all ranks have assigned values."""
@@ -72,17 +81,26 @@ class Newest:
             slots=bool(self._slots),
             ranks=self._snapshot.ranks,
             snapshot_assigned=self._snapshot_assigned,
+            reads=self._reads,
         )
 
-    def restore(self, rank: int, ranks: tuple[int, ...], worker: Worker, pushes: Iterable[Push]) -> None:
-        """Writes the part of `rank`, one of `ranks`, to new pservers, which `pushes` are given to then."""
+    def restore(
+        self, rank: int, ranks: tuple[int, ...], worker: Worker, pushes: Iterable[Push], newest: int | None
+    ) -> None:
+        """Writes the part of `rank`, one of `ranks`, to new pservers, which `pushes` are given to then.
+
+        If `newest` is a rank, that one writes all parameters: it has read them at a barrier, and others have not yet.
+        """
         for push in pushes:
             if push.given and not self._assigns(push):
                 push.payload, push.step_scalars = None, b""  # it only reads
         if not self._assigned or self._parameters is None:
             return
         begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
-        if end > begin:
+        if newest == rank:
+            worker.write(self._number, 0, 0, self._parameters)
+        elif newest is None and end > begin:
             worker.write(self._number, 0, begin, self._parameters[begin:end])
+        if end > begin:
             for array, values in zip(self._slots, self._snapshot.values, strict=False):
                 worker.write(self._number, array, begin, values)

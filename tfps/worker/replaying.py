@@ -6,11 +6,10 @@ Tested in tests/worker/test_kept_by_workers.py and tests/elastic/test_lost_pserv
 from __future__ import annotations
 
 import abc
-import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -57,6 +56,7 @@ class ElasticBucket:
 class Replaying(abc.ABC):
     """The part of an `ElasticWorker` that knows what pservers keep."""
 
+    config: Config
     _worker: Worker
     _buckets: list[ElasticBucket]
     _changed: threading.Condition
@@ -109,13 +109,17 @@ class Replaying(abc.ABC):
         self._call(quiesce)
 
     def fetch_add(self, counter: str) -> int:
-        number = self._call(lambda worker: worker.peers.fetch_add(counter))
-        with self._changed:
-            known = max(self._drawn.pop(counter, 0), number + 1)
-            self._drawn[counter] = known  # last
-            if len(self._drawn) > _MOST_COUNTERS:
-                del self._drawn[next(iter(self._drawn))]
-        return number
+        def draw(worker: Worker) -> int:
+            number = worker.peers.fetch_add(counter)
+            with self._changed:
+                if self._worker is not worker or self._regrouping:
+                    raise PserverLostError("a pserver was lost meanwhile")  # another rank may get it from the next
+                self._drawn[counter] = max(self._drawn.pop(counter, 0), number + 1)  # last
+                if len(self._drawn) > _MOST_COUNTERS:
+                    del self._drawn[next(iter(self._drawn))]
+            return number
+
+        return self._call(draw)
 
     def _kept_of(self, bucket: ElasticBucket) -> Kept | Newest | None:
         """What is kept; a candidate keeps nothing, as nobody gets what it pushes."""
@@ -159,6 +163,14 @@ class Replaying(abc.ABC):
         ranks = self._worker.view.ranks
         kept = [bucket.kept for bucket in self._buckets if bucket.kept is not None]
         return not self.paused and all(each.oldest in (None, ranks) for each in kept)
+
+    def _agree_to_move(self, timeout_s: float) -> bool:
+        """Whether the pservers may change now, for all workers."""
+        with self._changed:
+            worker = self._worker
+        if self._can_move() and self.config.applies_each_push:  # ranks step apart: others may not have theirs yet
+            worker.meet(timeout_s)
+        return self._can_move() and self._worker is worker
 
     def _begin_replay(self) -> set[int]:
         """Returns the buckets that `_replay` is for. Caller holds the lock."""
@@ -216,14 +228,17 @@ class Replaying(abc.ABC):
     def _fail_soon(self, error: TfpsError) -> None:
         threading.Thread(target=self.fail, args=[error], name="tfps-replay-failed", daemon=True).start()
 
-    def _restore_kept(self, worker: Worker, steps: Sequence[int], ranks: tuple[int, ...]) -> None:
+    def _restore_kept(
+        self, worker: Worker, steps: Sequence[int], ranks: tuple[int, ...], newest: Mapping[int, int]
+    ) -> None:
         """Gives `worker`, which goes on with `ranks`, this rank's part of what pservers keep; see RegroupReply."""
         self._restored_with = ranks
-        for bucket, step in zip(self._buckets, itertools.chain(steps, itertools.repeat(0)), strict=False):
+        for number, bucket in enumerate(self._buckets):
+            step = steps[number] if number < len(steps) else 0  # others declare it again
             if isinstance(bucket.kept, Newest):
                 bucket.replies = step  # ranks step apart: all go on with the number of the first
                 if not bucket.gone:
-                    bucket.kept.restore(self.rank, ranks, worker, bucket.pushes)
+                    bucket.kept.restore(self.rank, ranks, worker, bucket.pushes, newest.get(number))
             elif isinstance(bucket.kept, Kept):
                 if bucket.gone:
                     bucket.kept.begin(step)

@@ -467,6 +467,10 @@ class Worker(UnderWay):
         self.fail(failure)
         return failure
 
+    def meet(self, timeout_s: float) -> None:
+        """Returns once all ranks have called it, while nobody wants to join. WaitTimeoutError: not in time."""
+        self._client.admit((), timeout_s)
+
     # Tuning
 
     def tune(self, slice_bytes: int, window_bytes: int) -> None:
