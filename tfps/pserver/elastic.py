@@ -136,7 +136,8 @@ class Elastic(abc.ABC):
     def moving(self) -> int | None:
         """The generation of a job that has begun and goes on with other pservers; None: it does not."""
         with self._changed:
-            moves = self.begun and self._shard.config.outlives_pservers
+            begun = self.begun or self._membership.resumed is not None
+            moves = begun and self._shard.config.outlives_pservers
             lost = moves and isinstance(self._failure, PserverLostError)
             return self._membership.view.generation if lost else None
 
