@@ -95,26 +95,30 @@ APART = {
 }
 
 
+def saved(
+    folder: Path, script: str, arguments: Sequence[str], fault: list[Argument], more: dict[str, str]
+) -> list[Json]:
+    """What three workers save, each at the path that it gets first; `fault`, [rank, step, point], ends a pserver."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(pserver("--port=0")) for _ in range(2)]
+        environment = {"TFPS_MIN_WORKERS": "1", **more}
+        environment["FAULT"] = json.dumps([*fault, KILL, [servers[0][0].pid]] if fault else [-1])
+        tasks = [[f"{folder}/{rank}", *arguments] for rank in range(3)]
+        with processes.started(script, [address for _, address in servers], 3, tasks, **environment) as started:
+            ended = processes.finish(started, TIMEOUT_S)
+    text = "\n".join(output for _, output in ended)
+    assert [code for code, _ in ended] == [0, 0, 0], text
+    assert text.count("the workers meet, to go on with the pservers") == (3 if fault else 0), text
+    return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(3)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", APART)
 @pytest.mark.parametrize("point", ["before a push", "after the last push"])
 def test_so_do_workers_that_train_apart(tmp_path: Path, case: str, point: str) -> None:
-    def trained(fault: list[Argument]) -> list[Json]:
-        with contextlib.ExitStack() as stack:
-            servers = [stack.enter_context(pserver("--port=0")) for _ in range(2)]
-            pids = [process.pid for process, _ in servers]
-            environment = {"TFPS_MIN_WORKERS": "1", "TFPS_SNAPSHOT_STEPS": "1"}
-            environment["FAULT"] = json.dumps([*fault, KILL, pids[:1]] if fault else [-1])
-            tasks = [[f"{tmp_path}/{rank}", "14,14,14", json.dumps(vars(APART[case]))] for rank in range(3)]
-            with processes.started("local.py", [address for _, address in servers], 3, tasks, **environment) as started:
-                ended = processes.finish(started, TIMEOUT_S)
-        text = "\n".join(output for _, output in ended)
-        assert [code for code, _ in ended] == [0, 0, 0], text
-        assert text.count("the workers meet, to go on with the pservers") == (3 if fault else 0), text
-        return [pickle.loads((tmp_path / f"{rank}").read_bytes())[0] for rank in range(3)]
-
-    expected, found = trained([]), trained([1, 1, point])
-    for mine, its in zip(found, expected, strict=True):
+    arguments, more = ["14,14,14", json.dumps(vars(APART[case]))], {"TFPS_SNAPSHOT_STEPS": "1"}
+    expected, found = (saved(tmp_path, "local.py", arguments, fault, more) for fault in ([], [1, 1, point]))
+    for (mine, *_), (its, *_) in zip(found, expected, strict=True):
         for one, other in zip([*mine["own"], mine["end"]], [*its["own"], its["end"]], strict=True):
             assert [w.tobytes() for w in one] == [w.tobytes() for w in other]
 
@@ -123,21 +127,10 @@ def test_so_do_workers_that_train_apart(tmp_path: Path, case: str, point: str) -
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_so_do_workers_that_are_not_in_step_and_each_batch_is_used_once(tmp_path: Path, optimizer: str) -> None:
     """The first pserver counts the batches that have been handed out."""
-    epochs = 3
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(pserver("--port=0")) for _ in range(2)]
-        environment = {"TFPS_MIN_WORKERS": "1", "TFPS_SNAPSHOT_STEPS": "3", "TFPS_MODE": "async"}
-        # With a bound all have made some steps by then, and so have what they need.
-        environment |= {"TFPS_UPDATE": "server", "TFPS_STALENESS": "4", "OPTIMIZER": optimizer}
-        environment["FAULT"] = json.dumps([1, 8, "before a push", KILL, [servers[0][0].pid]])
-        tasks = [[f"{tmp_path}/{rank}", str(epochs)] for rank in range(3)]
-        addresses = [address for _, address in servers]
-        with processes.started("handed_out.py", addresses, 3, tasks, **environment) as started:
-            ended = processes.finish(started, TIMEOUT_S)
-    text = "\n".join(output for _, output in ended)
-    assert [code for code, _ in ended] == [0, 0, 0], text
-    assert text.count("the workers meet, to go on with the pservers") == 3, text
-    found = [pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in range(3)]
+    epochs, more = 3, {"TFPS_SNAPSHOT_STEPS": "3", "TFPS_MODE": "async", "TFPS_UPDATE": "server"}
+    # With a bound all have made some steps by then, and so have what they need.
+    more |= {"TFPS_STALENESS": "4", "OPTIMIZER": optimizer}
+    found = saved(tmp_path, "handed_out.py", [str(epochs)], [1, 8, "before a push"], more)
     for epoch in range(epochs):
         weights, steps, _ = zip(*(each[epoch] for each in found), strict=True)
         assert len({b"".join(array.tobytes() for array in each) for each in weights}) == len(set(steps)) == 1

@@ -12,7 +12,7 @@ import pytest
 from jobs import Cluster, Pending, bucket, poll, push, summed, together
 
 from tfps.config import Config, Security
-from tfps.errors import PserverLostError
+from tfps.errors import PserverLostError, TfpsError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.regrouping import offer
@@ -33,6 +33,12 @@ SPECS = [
     BucketSpec(("words",), "gather", 0, "uint8", 0),
     dataclasses.replace(bucket(4 * ITEMS, name="a total of four slices"), occasional=True),
 ]
+
+
+# For tests that need no path of their own: over the first pserver's data connection and the others' shared memory.
+PATHS = pytest.mark.parametrize(
+    "cluster", ["both", *(pytest.param(path, marks=pytest.mark.long) for path in ("grpc", "tcp"))], indirect=True
+)
 
 
 class Job:
@@ -106,6 +112,12 @@ class Job:
         poll(lambda: all(address in [link.pserver for link in worker.links()] for worker in self.workers))
         self.lose(lost)
 
+    def leave(self, place: int) -> None:
+        """One of the workers leaves, and the others know it."""
+        self.workers.pop(place).close("SIGTERM")
+        left = tuple(worker.rank for worker in self.workers)
+        poll(lambda: all(worker.view.ranks == left for worker in self.workers))
+
     def newcomer(self, rank: int, specs: Sequence[BucketSpec] = ()) -> ElasticWorker:
         """One more worker, which takes part from now on."""
         new = self.worker([server.address for server in self.servers], rank)
@@ -121,6 +133,14 @@ class Job:
         together(functools.partial(new.take_part, 1), *(functools.partial(admit, worker) for worker in self.workers))
         self.workers.append(new)
         return new
+
+
+def refused(push: Callable[[], Pending]) -> Exception:
+    """The error of a push, at once or as its reply."""
+    try:
+        return push().error()
+    except TfpsError as error:
+        return error
 
 
 Deaf = Callable[[ElasticWorker], None]

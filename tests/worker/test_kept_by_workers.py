@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jobs
 import moving
 import numpy as np
 import pytest
-from jobs import Cluster, Pending, attempt, poll, summed
-from moving import ITEMS
+from jobs import Cluster, Pending, poll, summed
+from moving import ITEMS, refused
 
 from tfps.config import Config
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
@@ -24,6 +24,7 @@ from tfps.worker.client import PserverClient
 from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
+pytestmark = moving.PATHS
 RATE, MOMENTUM = np.float32(0.25), np.float32(0.5)
 SGD = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (ITEMS,), (False,))
 MODEL = [3, 4]  # the numbers of two buckets that pservers update
@@ -88,25 +89,10 @@ class Training(moving.Job):
                 slots = worker.read(number, 1, 0, 4 * ITEMS).view(np.float32)
                 np.testing.assert_array_equal(slots, self.slots[number])
 
-    def leave(self, place: int) -> None:
-        """One of the workers leaves, and the others know it."""
-        self.workers.pop(place).close("SIGTERM")
-        left = tuple(worker.rank for worker in self.workers)
-        poll(lambda: all(worker.view.ranks == left for worker in self.workers))
-
     def kept(self) -> list[int]:
         """How many pushes each worker keeps of the first bucket."""
         found = [worker._buckets[MODEL[0]].log for worker in self.workers]
         return [len(each._log) for each in found if each is not None]
-
-
-@pytest.fixture(
-    params=["both", pytest.param("grpc", marks=pytest.mark.long), pytest.param("tcp", marks=pytest.mark.long)]
-)
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    jobs.use(request.param, monkeypatch)
-    with Cluster() as cluster:
-        yield cluster
 
 
 def hold_replay(monkeypatch: pytest.MonkeyPatch, rank: int) -> threading.Event:
@@ -224,13 +210,8 @@ def test_a_worker_and_a_pserver_together_end_the_job_by_name(cluster: Cluster) -
     with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept of 'a'"):
         job.workers[0].read(MODEL[0], 1, 0, 4)
 
-    def push(worker: ElasticWorker) -> Exception:
-        try:
-            return job.push(worker, MODEL[0], np.zeros(ITEMS, np.float32)).error()
-        except TfpsError as error:
-            return error
-
-    for error in attempt(*(functools.partial(push, worker) for worker in job.workers)):
+    for worker in job.workers:
+        error = refused(functools.partial(job.push, worker, MODEL[0], np.zeros(ITEMS, np.float32)))
         assert isinstance(error, WorkerLostError)
 
 

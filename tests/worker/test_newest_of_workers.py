@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jobs
 import moving
 import numpy as np
 import pytest
-from jobs import Cluster, Pending, attempt, poll, summed, together
-from moving import ITEMS
+from jobs import Cluster, Pending, poll, summed, together
+from moving import ITEMS, refused
 
 from tfps.config import Config, Security
-from tfps.errors import TfpsError, WorkerLostError
+from tfps.errors import WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver.regrouping import offer
 from tfps.types import Array
 from tfps.worker.elastic import ElasticWorker
 
+pytestmark = moving.PATHS
 RATE, MOMENTUM = np.float32(0.25), np.float32(0.5)
 PLAIN = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (ITEMS,), (False,))
 SGD = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (ITEMS,), (False,))
@@ -42,7 +43,6 @@ class Training(moving.Job):
     ) -> None:
         super().__init__(cluster, pservers=2, config=config(every, staleness))
         self.declare([BucketSpec(("a",), "sum", 4 * ITEMS, "float32", 0, update=update)])
-        self.all_workers = list(self.workers)
         self.every, self.has_slots = every, update is SGD
         self.parameters: Array = self.random.normal(size=ITEMS).astype(np.float32)
         self.slots: Array = np.zeros(ITEMS, np.float32)
@@ -104,26 +104,14 @@ class Training(moving.Job):
         self.parameters, self.slots = self.parts(self.seen), self.parts(self.snapshots)
 
     def leave(self, place: int) -> None:
-        """One of the workers leaves, and the others know it: they take new snapshots before their next pushes."""
-        self.workers.pop(place).close("SIGTERM")
-        left = tuple(worker.rank for worker in self.workers)
-        poll(lambda: all(worker.view.ranks == left for worker in self.workers))
-        self.pushes = [0] * WORKERS
+        super().leave(place)
+        self.pushes = [0] * WORKERS  # they take new snapshots before their next ones
 
     def check(self) -> None:  # type: ignore[override]
         for worker in self.workers:
             for array, expected in enumerate([self.parameters, self.slots][: 1 + self.has_slots]):
                 found = worker.read(MODEL, array, 0, 4 * ITEMS).view(np.float32)
                 np.testing.assert_array_equal(found, expected)
-
-
-@pytest.fixture(
-    params=["both", pytest.param("grpc", marks=pytest.mark.long), pytest.param("tcp", marks=pytest.mark.long)]
-)
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    jobs.use(request.param, monkeypatch)
-    with Cluster() as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize("update", [SGD, PLAIN], ids=["slots", "no slots"])
@@ -200,10 +188,8 @@ def test_a_gradient_in_flight_counts_at_most_once(cluster: Cluster) -> None:
 def test_values_of_a_worker_that_is_lost_before_it_has_written_them_end_the_job_by_name(cluster: Cluster) -> None:
     job = Training(cluster)
     job.end_assigning(job.assign())
-    others, job.workers = job.workers[1:], job.workers[1:]
-    pushed = [job.push(worker, job.gradient(), mark=7) for worker in others]  # rank 0 is to write
-    first = next(worker for worker in job.all_workers if worker.rank == 0)
-    first.close("SIGTERM")
+    pushed = [job.push(worker, job.gradient(), mark=7) for worker in job.workers[1:]]  # rank 0 is to write
+    job.workers[0].close("SIGTERM")
     for pending in pushed:
         assert "before it had written what all ranks have assigned" in str(pending.error())
 
@@ -220,16 +206,10 @@ def test_a_pserver_lost_with_values_that_some_only_have_ends_the_job_by_name(
     for pending, _ in pushed[:2]:
         pending.wait()
     job.lose(0)
-    for error in attempt(*(functools.partial(pushing, job, worker) for worker in job.workers)):
+    for worker in job.workers:
+        error = refused(functools.partial(job.push, worker, np.zeros(ITEMS, np.float32)))
         assert isinstance(error, WorkerLostError)
         assert "nobody has all that a lost pserver kept of 'a'" in str(error)
-
-
-def pushing(job: Training, worker: ElasticWorker) -> Exception:
-    try:
-        return job.push(worker, np.zeros(ITEMS, np.float32)).error()
-    except TfpsError as error:
-        return error
 
 
 def test_a_pserver_lost_while_ranks_read_at_a_barrier_leaves_all_with_the_same(cluster: Cluster) -> None:

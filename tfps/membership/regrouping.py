@@ -41,16 +41,6 @@ class Newest:
     snapshot_assigned: int = 0  # as `assigned`, before the snapshot
     reads: int = 0  # at barriers, where it gets what all will have
 
-    def is_held_with(self, others: Sequence[Newest], ranks: Sequence[int]) -> bool:
-        """Whether `ranks`, this one and `others`, have it together."""
-        all_ = (self, *others)
-        if any(each.assigned != self.assigned for each in all_):
-            return False  # parameters of some are those from before
-        has_none = self.assigned == 0 or not self.slots  # before the first values, pservers keep nothing
-        return has_none or all(
-            tuple(each.ranks) == tuple(ranks) and each.snapshot_assigned == self.assigned for each in all_
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -123,7 +113,7 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
             gone += [bucket] if snapshot is None else []
         elif any(bucket in report.newest for report in here):
             held = [report.newest.get(bucket, Newest(0)) for report in here]
-            gone += [] if held[0].is_held_with(held[1:], present) else [bucket]
+            gone += [] if _is_whole(held, present) else [bucket]
             reads = [each.reads for each in held]
             if len(set(reads)) > 1:
                 newest[bucket] = present[reads.index(max(reads))]
@@ -135,6 +125,17 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
     reason = here[0].reason
     return Regrouped(
         generation, present, pservers, declarations, steps, results, reason, sorted(expected), gone, newest
+    )
+
+
+def _is_whole(held: Sequence[Newest], present: Sequence[int]) -> bool:
+    """Whether what `present` have makes a whole."""
+    assigned = held[0].assigned
+    if any(each.assigned != assigned for each in held):
+        return False  # parameters of some are those from before
+    has_slots = assigned > 0 and held[0].slots  # before the first values, pservers keep nothing
+    return not has_slots or all(
+        tuple(each.ranks) == tuple(present) and each.snapshot_assigned == assigned for each in held
     )
 
 

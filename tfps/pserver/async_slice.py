@@ -91,17 +91,20 @@ class RankScalars:
                         "alike: between epochs, or after strategy.synchronize()"
                     )
             self._marks[rank] = scalars.mark
-            if self._marks.keys() >= set(self.view.ranks):
-                self._marks = {}
+            self._end_assigning()
         return None
+
+    def _end_assigning(self) -> None:
+        """Nobody waits once all ranks have assigned values. Caller holds the lock."""
+        if self._marks.keys() >= set(self.view.ranks):
+            self._marks = {}
 
     def set_view(self, view: View) -> None:
         """Lost ranks assign no more; who is left may have done so already."""
         with self._lock:
             self.view = view
             self._marks = {rank: mark for rank, mark in self._marks.items() if rank in view.ranks}
-            if self._marks.keys() >= set(view.ranks):
-                self._marks = {}
+            self._end_assigning()
 
     def at(self, rank: int, step: int) -> StepScalars | None:
         """Those of `rank` for `step`; None if none have come."""

@@ -168,8 +168,7 @@ class ElasticWorker(CurrentWorker, Replaying):
 
             def joined() -> None:
                 with self._changed:
-                    if self._regrouping or self._worker is not worker:
-                        raise PserverLostError("a pserver was lost meanwhile")  # it asks again
+                    self._check_current(worker)  # else it asks again
                     self._is_candidate = False
                     self._lines, self._declarations = lines, worker.declarations
                     self._know(worker)
@@ -249,8 +248,7 @@ class ElasticWorker(CurrentWorker, Replaying):
         def declare(worker: Worker) -> list[int]:
             ids = worker.declare(specs, details, stop)
             with self._changed:
-                if self._worker is not worker or self._regrouping:
-                    raise PserverLostError("a pserver was lost meanwhile")  # declared again, with the next ones
+                self._check_current(worker)  # else it declares again, with the next ones
                 if worker.declarations != self._declarations:  # else the job had declared it before this worker came
                     self._declarations, self._latest = worker.declarations, (specs, details)
                 self._lines += [] if specs else list(details)

@@ -40,7 +40,8 @@ class Push:
     collects: bool = False  # residuals: see State.collect_residual
     step_scalars: bytes = b""
     writes: Sequence[Write] = ()  # before it
-    reads: bool = False  # it only reads, as the program wants (mode "async")
+    reads: bool = False  # mode "async": it only reads, as the program wants
+    assigns: bool = False  # mode "async": it waits until all ranks have assigned values
     given: bool = False  # to a worker, so that pservers may have it
 
     def answered(self) -> OnReply:

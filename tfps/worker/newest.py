@@ -49,7 +49,8 @@ class Newest:
     def add(self, push: Push) -> None:
         push.writes, self.writes = self.writes, []
         push.reads = not push.step_scalars
-        self._marked += self._assigns(push)
+        push.assigns = not push.reads and StepScalars.unpack(push.step_scalars, self._update).mark != 0
+        self._marked += push.assigns
 
     def give(self, rank: int, worker: Worker) -> None:
         """Takes a snapshot if it is time, before the next push goes to `worker`."""
@@ -65,13 +66,8 @@ class Newest:
     def answered(self, push: Push, reply: Reply) -> None:
         """`push` has been answered, with the newest parameters."""
         self._parameters = np.asarray(reply.sum).view(np.uint8)
-        self._assigned += self._assigns(push)
+        self._assigned += push.assigns
         self._reads += push.reads
-
-    def _assigns(self, push: Push) -> bool:
-        """Whether it waits until all ranks have assigned values."""
-        scalars = push.step_scalars
-        return bool(scalars) and StepScalars.unpack(scalars, self._update).mark != 0
 
     def report(self) -> pb.Newest:
         """What this worker has, for others who are to agree with what they go on."""
@@ -92,7 +88,7 @@ class Newest:
         If `newest` is a rank, that one writes all parameters: it has read them at a barrier, and others have not yet.
         """
         for push in pushes:
-            if push.given and not self._assigns(push):
+            if push.given and not push.assigns:
                 push.payload, push.step_scalars = None, b""  # it only reads
         if not self._assigned or self._parameters is None:
             return

@@ -98,12 +98,16 @@ class Replaying(abc.ABC):
 
         return self._call(read)
 
+    def _check_current(self, worker: Worker) -> None:
+        """PserverLostError: what `worker` has just done is done again with the next one. Caller holds the lock."""
+        if self._worker is not worker or self._regrouping:
+            raise PserverLostError("a pserver was lost meanwhile")
+
     def quiesce(self) -> None:
         def quiesce(worker: Worker) -> None:
             worker.peers.quiesce()
             with self._changed:
-                if self._worker is not worker or self._regrouping:
-                    raise PserverLostError("a pserver was lost meanwhile")  # told the next ones
+                self._check_current(worker)  # else it tells the next ones
                 self._quiesced = True
 
         self._call(quiesce)
@@ -112,8 +116,7 @@ class Replaying(abc.ABC):
         def draw(worker: Worker) -> int:
             number = worker.peers.fetch_add(counter)
             with self._changed:
-                if self._worker is not worker or self._regrouping:
-                    raise PserverLostError("a pserver was lost meanwhile")  # another rank may get it from the next
+                self._check_current(worker)  # else another rank may get it from the next
                 self._drawn[counter] = max(self._drawn.pop(counter, 0), number + 1)  # last
                 if len(self._drawn) > _MOST_COUNTERS:
                     del self._drawn[next(iter(self._drawn))]
@@ -223,9 +226,7 @@ class Replaying(abc.ABC):
     def _differs(self, number: int) -> None:
         """Fails, as a round that programs have had is computed again without a worker that has just gone."""
         text = f"a worker has gone while pservers computed again what they had: {self._missing(number)}"
-        self._fail_soon(WorkerLostError(text))
-
-    def _fail_soon(self, error: TfpsError) -> None:
+        error = WorkerLostError(text)
         threading.Thread(target=self.fail, args=[error], name="tfps-replay-failed", daemon=True).start()
 
     def _restore_kept(
