@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import sys
 import threading
 from collections import defaultdict
@@ -25,9 +24,7 @@ import training
 from jobs import poll
 
 import tfps
-from tfps.config import Security
 from tfps.input.lockstep import IteratorProgress, Lockstep
-from tfps.pserver.regrouping import offer
 from tfps.types import Argument, Json
 from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.elastic import ElasticWorker
@@ -45,7 +42,7 @@ class Task(NamedTuple):
     not_before: int  # the epoch at whose end it may ask to join, if others had its rank before
     faults: list[tuple[int, faults.Point, int]]  # see faults.fail_at
     due: dict[str, list[int]]  # the ranks that may join at the end of an epoch, for which the others wait
-    moves: list[tuple[int, int, str, int, int]]  # after a step of an epoch: `Story._move` of a pserver and another one
+    moves: list[tuple[int, int, str, int, int]]  # of pservers, after a step of an epoch: the others make them
 
 
 class Story(keras.callbacks.Callback):
@@ -59,22 +56,10 @@ class Story(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
-        for epoch, step, what, number, other in self._moves if self._strategy.rank == 0 else ():
-            done = self._folder / f"moved{epoch}-{step}-{number}"
-            if (self._epoch, batch) == (epoch, step) and not done.exists():
-                done.touch()
-                self._move(what, number, other)
-
-    def _move(self, what: str, number: int, other: int) -> None:
-        """Ends a pserver, or lets another one that waits in its place take part, as its neighbour is told."""
-        if what == "ends":
-            process = self._folder / f"pserver{number}.pid"
-            os.kill(int(process.read_text()), signal.SIGKILL)
-            process.unlink()
-            return
-        poll((self._folder / f"pserver{number}.pid").exists)
-        addresses = os.environ["TFPS_PSERVERS"].split(",")
-        offer(addresses[other], addresses[number], len(EVERYBODY), Security())
+        for index, (epoch, step, *_) in enumerate(self._moves if self._strategy.rank == 0 else ()):
+            if (self._epoch, batch) == (epoch, step):
+                (self._folder / f"move{index}").touch()  # once, though this process may be stopped anywhere
+                poll((self._folder / f"moved{index}").exists)
 
     def on_epoch_end(self, epoch: int, logs: Argument = None) -> None:
         (self._folder / f"end{epoch}").touch()

@@ -27,6 +27,7 @@ from preloaded import Process
 
 from tfps.config import Security
 from tfps.errors import PserverLostError
+from tfps.pserver.regrouping import offer
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Json
 from tfps.wire.control import Pserver
@@ -143,7 +144,8 @@ class Plan:
             how, life.wakes = signal.SIGSTOP, draw.choice(("before", "after"))
         elif kind < 0.45:
             how, point = signal.SIGTERM, "before a push"
-            step = epoch * STEPS + draw.randrange(STEPS - 2)  # it takes the batch that is announced, too
+            # Another step may begin before the handler runs, which takes the batch that is announced, too.
+            step = epoch * STEPS + min(draw.randrange(STEPS - 2), STEPS - 4)
         if "TFPS_UPDATE" in self.environment and point not in HANDING_OVER:
             step = max(step, 1)  # in the first step rank 0 writes the values of all
         life.faults.append((step, point, how))
@@ -233,7 +235,6 @@ class Run:
         else:
             self._servers.append(process)
             self._pservers.append(self._stack.enter_context(contextlib.closing(Pserver(address, Security()))))
-        (self.folder / f"pserver{number}.pid").write_text(str(process.pid))
 
     def _script(self, *arguments: str, rank: int = 0) -> Process:
         more = {
@@ -265,9 +266,20 @@ class Run:
             for child in list(self.children.values()):
                 if child.code is None:
                     self._look(child)
-            for number, server in enumerate(self._servers):
-                if server.poll() is not None:
-                    self._serve(number)
+            for index, move in enumerate(self.plan.moves):
+                if (self.folder / f"move{index}").exists() and not (moved := self.folder / f"moved{index}").exists():
+                    self._move(*move[2:], moved)
+
+    def _move(self, what: str, number: int, other: int, moved: Path) -> None:
+        """Ends a pserver, and starts another one in its place; or lets that take part, as its neighbour is told."""
+        if what == "ends":
+            self._servers[number].kill()
+            self._servers[number].wait()
+            moved.touch()
+            self._serve(number)
+        else:
+            offer(self._pservers[other].address, self._pservers[number].address, WORKERS, Security())
+            moved.touch()
 
     def _look(self, child: Child) -> None:
         successor = (child.rank, child.number + 1)
@@ -311,6 +323,8 @@ class Run:
             assert child.code == child.life.end, f"rank {child.rank}, process {child.number} ended with {child.code}"
             if child.code == 1:
                 assert "the other workers went on without this one" in child.output
+        for number, server in enumerate(self._servers):
+            assert server.poll() is None, f"pserver {number} ended with {server.returncode}"
         found = {
             rank: pickle.loads((self.folder / f"rank{rank}-{number}.pickle").read_bytes())
             for (rank, number), child in self.children.items()
