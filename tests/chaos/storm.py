@@ -6,9 +6,11 @@ storm.py FOLDER plain    plain Keras, without the rows that the notes say were l
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections import defaultdict
@@ -42,6 +44,7 @@ class Task(NamedTuple):
     not_before: int  # the epoch at whose end it may ask to join, if others had its rank before
     faults: list[tuple[int, faults.Point, int]]  # see faults.fail_at
     due: dict[str, list[int]]  # the ranks that may join at the end of an epoch, for which the others wait
+    cut: bool  # what stops this process cuts off its host instead
     moves: list[tuple[int, int, str, int, int]]  # of pservers, after a step of an epoch: the others make them
 
 
@@ -119,12 +122,21 @@ def end_late() -> None:
     IteratorProgress.ended, Lockstep.settle = late, noted  # type: ignore[method-assign]
 
 
+def cut(folder: Path) -> None:
+    """Asks the test to cut off this process' host, and waits until it is; it is plugged in again when `out` is gone."""
+    (folder / f"cut{os.getpid()}").touch()
+    poll((folder / f"out{os.getpid()}").exists)
+
+
 def train(folder: Path, task: Task) -> None:
     rank, epochs = int(os.environ["TFPS_RANK"]), int(os.environ["EPOCHS"])
     note(folder, rank, task.number)
     if "late" in task.kind and task.number == 0:
         end_late()
-    callbacks = [faults.fail_at(*fault) for fault in task.faults]
+    callbacks = [
+        faults.fail_at(step, point, functools.partial(cut, folder) if task.cut and how == signal.SIGSTOP else how)
+        for step, point, how in task.faults
+    ]
     if task.number:  # no earlier: others might take it in the middle of an epoch, and wait at the end in vain
         poll((folder / f"end{task.not_before}").exists)
     strategy = tfps.Strategy()

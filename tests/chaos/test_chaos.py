@@ -1,4 +1,4 @@
-"""Workers die, stop, leave and join again at random, and what is trained is what plain Keras trains without their rows.
+"""Workers die, stop, are cut off, leave and join at random; what is trained is plain Keras' without their rows.
 
 A seed is one plan: what happens is tied to steps, not to times. A failure prints its seed and its plan;
 `CHAOS_SEED=7 pytest tests/chaos` runs it again. The test marked "long" goes on for CHAOS_MINUTES.
@@ -13,6 +13,7 @@ import pickle
 import random
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import jobs
 import numpy as np
+import preloaded
 import processes
 import pytest
 from preloaded import Process
@@ -31,6 +33,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.regrouping import offer
 from tfps.types import Json
 from tfps.wire.control import Pserver
+from tools.netlab import Netlab, unavailable
 
 HERE = Path(__file__).resolve().parent
 EPOCHS, STEPS, WORKERS, PSERVERS = 5, 6, 3, 3
@@ -38,6 +41,7 @@ MINUTES = float(os.environ.get("CHAOS_MINUTES", "30"))
 SEED = os.environ.get("CHAOS_SEED")
 RUN_S = 200.0  # for one plan
 PAUSE_S = 1.5  # which is no loss: that takes 5 s of silence
+WITHOUT = ("the other workers went on without this one", "may go on elsewhere")  # the latter while it is cut off
 POINTS = ("before a push", "between slices", "after the last push")
 HANDING_OVER = ("in an admission", "in a hand-over")  # two of each per epoch in which somebody joins
 KINDS = ("dataset", "arrays adam", "dataset validation adam", "arrays")
@@ -81,9 +85,12 @@ class Plan:
     moves: list[tuple[int, int, str, int, int]] = field(default_factory=list)  # of pservers: see storm.Task
 
     @classmethod
-    def drawn(cls, seed: int, epochs: int = EPOCHS) -> Plan:
+    def drawn(cls, seed: int, epochs: int = EPOCHS, *, cuts: bool = False) -> Plan:
+        """With `cuts` for hosts that are cut off instead of workers that are stopped."""
         draw = random.Random(seed)
         plan = cls(seed, draw.choice(KINDS), draw.choice(TRANSPORTS))
+        if cuts:
+            plan.environment = {**plan.environment, "TFPS_SHARED_MEMORY": "0"}  # which nothing cuts
         if draw.random() < 0.6:
             plan._move_pservers(draw, epochs)
         elif random.Random(f"update {seed}").random() < 0.5:  # apart: seeds that have failed stay what they are
@@ -110,6 +117,8 @@ class Plan:
                     plan.lives[rank].append(Life(back - 1))
             present = set(everybody).difference(doomed)
         plan.at_the_end = sorted(present)
+        for life in [each for lives in plan.lives for each in lives if cuts and each.wakes]:
+            life.wakes = "before"  # the next one needs the host
         return plan
 
     def _move_pservers(self, draw: random.Random, epochs: int) -> None:
@@ -178,6 +187,7 @@ class Child:
     life: Life
     process: Process
     pauses: int  # that are to come
+    link: Link | None = None  # if it may be cut off
     stopped_s: float | None = None  # since when
     lost: bool = False  # stopped, and the others went on
     code: int | None = None
@@ -188,21 +198,54 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.output, _ = self.process.communicate(tick_s)
             self.code = self.process.returncode
+            if self.link is not None:
+                self.link.heal(self.process.pid)
             return False
+        if self.link is not None:
+            return self.link.is_cut(self.process.pid)
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
     def wake(self) -> None:
         self.stopped_s = None
-        self.process.send_signal(signal.SIGCONT)
+        if self.link is not None:
+            self.link.heal(self.process.pid)
+        else:
+            self.process.send_signal(signal.SIGCONT)
+
+
+@dataclass
+class Link:
+    """That of a worker's host."""
+
+    folder: Path
+    switch: str  # its namespace
+    rank: int
+
+    def is_cut(self, pid: int) -> bool:
+        """Cuts it if the process asks for it: storm.cut."""
+        asked, out = (self.folder / f"{what}{pid}" for what in ("cut", "out"))
+        if asked.exists():
+            self._plug("nomaster")
+            asked.rename(out)
+        return out.exists()
+
+    def heal(self, pid: int) -> None:
+        if (out := self.folder / f"out{pid}").exists():
+            self._plug("master eth0")
+            out.unlink()
+
+    def _plug(self, where: str) -> None:
+        subprocess.run(["ip", "-n", self.switch, "link", "set", f"port{1 + self.rank}", *where.split()], check=True)
 
 
 class Run:
     """The processes of one plan."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self, plan: Plan, folder: Path, lab: str = "") -> None:
+        self.plan, self.folder, self.lab = plan, folder, lab
+        self.host = os.environ["NETLAB_ADDRESSES"].split(",")[0] if lab else "127.0.0.1"
         (folder / "kind").write_text(plan.kind)
         self.children: dict[tuple[int, int], Child] = {}
         self._stack = contextlib.ExitStack()
@@ -226,8 +269,8 @@ class Run:
         """Starts a pserver, or another one in the place of one that has ended."""
         again = number < len(self._pservers)
         port = self._pservers[number].address.rpartition(":")[2] if again else 0
-        serve = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", f"--port={port}", f"--workers={WORKERS}", "--quiet")
-        process = self._stack.enter_context(jobs.python(*serve))
+        serve = ("-m", "tfps.pserver.cli", f"--host={self.host}", f"--port={port}", f"--workers={WORKERS}", "--quiet")
+        process = self._stack.enter_context(jobs.python(*serve, *(["--insecure"] if self.lab else [])))
         assert process.stdout is not None
         address = process.stdout.readline().split()[3]
         if again:
@@ -244,16 +287,19 @@ class Run:
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "elastic"), processes.PYTHONPATH]),
             **self.plan.environment,
         }
+        if self.lab:
+            more[preloaded.NAMESPACE] = f"{self.lab}-host{1 + rank}"
         addresses = [pserver.address for pserver in self._pservers]
         environment = processes.worker_environment(addresses, rank, WORKERS, **more)
         return processes.start("../chaos/storm.py", str(self.folder), *arguments, environment=environment)
 
     def _start(self, rank: int, number: int) -> None:
         life = self.plan.lives[rank][number]
-        task = [self.plan.kind, number, life.not_before, life.faults, self.plan.due, self.plan.moves]
+        link = Link(self.folder, f"{self.lab}-switch", rank) if self.lab else None
+        task = [self.plan.kind, number, life.not_before, life.faults, self.plan.due, bool(self.lab), self.plan.moves]
         stops = sum(how == signal.SIGSTOP for _, _, how in life.faults)
         process = self._script(json.dumps(task), rank=rank)
-        self.children[rank, number] = Child(rank, number, life, process, stops - bool(life.wakes))
+        self.children[rank, number] = Child(rank, number, life, process, stops - bool(life.wakes), link)
 
     def __call__(self) -> None:
         """Runs all processes to their ends: each begins when the one before it has ended, or stands still for ever."""
@@ -322,7 +368,7 @@ class Run:
         for child in self.children.values():
             assert child.code == child.life.end, f"rank {child.rank}, process {child.number} ended with {child.code}"
             if child.code == 1:
-                assert "the other workers went on without this one" in child.output
+                assert any(each in child.output for each in WITHOUT), f"rank {child.rank}, process {child.number}"
         for number, server in enumerate(self._servers):
             assert server.poll() is None, f"pserver {number} ended with {server.returncode}"
         found = {
@@ -358,10 +404,10 @@ class Run:
         return "\n".join(said)
 
 
-def run(plan: Plan) -> dict[str, Json]:
-    """Runs a plan; returns what happened."""
+def run(plan: Plan, lab: str = "") -> dict[str, Json]:
+    """Runs a plan, on the first host of `lab` if there is one; returns what happened."""
     with tempfile.TemporaryDirectory(prefix="tfps-chaos-") as folder:
-        one = Run(plan, Path(folder))
+        one = Run(plan, Path(folder), lab)
         with one.pservers():
             try:
                 one()
@@ -378,6 +424,27 @@ def run(plan: Plan) -> dict[str, Json]:
 def test_a_storm_leaves_what_plain_keras_trains_without_the_lost_rows(seed: int) -> None:
     happened = run(Plan.drawn(seed))
     assert happened["lost"], "nobody was lost: the plan is none"
+
+
+def run_with_cuts(seed: int) -> dict[str, Json]:
+    """Runs the plan of a seed in which hosts are cut off."""
+    preloaded.ready()
+    with Netlab(hosts=1 + WORKERS, rate_mbit=1000) as lab:
+        here = lab.hosts[0]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, __file__, str(seed), here.namespace.rpartition("-")[0]]
+        process = here.popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    happened: dict[str, Json] = json.loads(output)
+    return happened
+
+
+@pytest.mark.long
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.parametrize("seed", [int(SEED)] if SEED else [9])
+def test_so_does_a_storm_that_cuts_off_hosts(seed: int) -> None:
+    assert run_with_cuts(seed)["lost"], "nobody was lost: the plan is none"
 
 
 @pytest.mark.long
@@ -414,10 +481,13 @@ def test_storms_for_half_an_hour() -> None:
     end_s, seed = time.monotonic() + MINUTES * 60, int(SEED or time.time())
     while time.monotonic() < end_s:
         run(Plan.drawn(seed))
+        if unavailable() is None:
+            run_with_cuts(seed)
         seed += 1
 
 
-if __name__ == "__main__":  # python tests/chaos/test_chaos.py SEED: shows the plan
-    import sys
-
-    print(Plan.drawn(int(sys.argv[1])))
+if __name__ == "__main__":  # python tests/chaos/test_chaos.py SEED: shows the plan. SEED LAB: runs it on a host of it
+    if sys.argv[2:]:
+        print(json.dumps(run(Plan.drawn(int(sys.argv[1]), cuts=True), sys.argv[2])))
+    else:
+        print(Plan.drawn(int(sys.argv[1])))

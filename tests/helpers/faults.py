@@ -42,8 +42,12 @@ Point = Literal[
 POINTS: tuple[Point, ...] = Point.__args__  # type: ignore[attr-defined]
 
 
-def fail_at(step: int, point: Point, how: int = signal.SIGKILL, pids: Sequence[int] = ()) -> keras.callbacks.Callback:
+def fail_at(
+    step: int, point: Point, how: int | Callable[[], None] = signal.SIGKILL, pids: Sequence[int] = ()
+) -> keras.callbacks.Callback:
     """Makes this process get the signal `how` there, or those with `pids`; returns a callback that `fit` may need.
+
+    Or calls `how`.
 
     `step` counts from 0: of a gradient, of batches that are announced, of declarations (number 0 is joining), of
     batches of an evaluation, of saves, of calls that admit others (one for each pserver), of hand-overs to those who
@@ -54,6 +58,9 @@ def fail_at(step: int, point: Point, how: int = signal.SIGKILL, pids: Sequence[i
 
     def end() -> None:
         if next(once, "ended") == "ended":
+            return
+        if callable(how):
+            how()
             return
         for pid in pids or [os.getpid()]:
             os.kill(pid, how)

@@ -8,6 +8,7 @@ uncaught errors, exit handlers, signals.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import TextIO
 
 LARGEST = 2**17  # bytes of a request, most of them environment
+NAMESPACE = "PRELOADED_NAMESPACE"  # variable of a script's environment: the `ip netns` whose network it has
+_CLONE_NEWNET = 0x40000000
 _FOLDER, _ALIVE = "PRELOADED_FOR_TESTS", "alive"  # variable that names the folder of sockets; a file in it
 
 
@@ -76,6 +79,12 @@ def start(number: int, script: Path, arguments: Sequence[str], environment: Mapp
     os.close(theirs)
     reports.close()
     return Process(os.fdopen(out), os.fdopen(status.detach()))
+
+
+def ready() -> None:
+    """Starts the preloaded processes, which have this process' network."""
+    for number in range(2):
+        _preloaded(number)
 
 
 def share(folder: Path) -> None:
@@ -157,9 +166,18 @@ def _serve(where: Path) -> str | None:
         script, arguments, environment = json.loads(message)
         os.environ.clear()
         os.environ.update(environment)
+        if NAMESPACE in environment:
+            _enter(environment[NAMESPACE])
         sys.argv[:] = [script, *arguments]
         sys.path[:1] = [str(Path(script).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
         return str(script)
+
+
+def _enter(namespace: str) -> None:
+    """Gives this process, which has one thread, the network of a namespace of `ip netns`."""
+    with Path("/var/run/netns", namespace).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}", namespace)
 
 
 if __name__ == "__main__":
