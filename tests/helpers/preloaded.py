@@ -70,6 +70,7 @@ class Process:
 
 def start(number: int, script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
     """Runs `script`, forked from process `number`: those of another number hash texts in another order."""
+    ready()  # both: ranks that start together join together
     out, theirs = os.pipe()
     status, reports = socket.socketpair()
     request = json.dumps([str(script), list(arguments), dict(environment)]).encode()

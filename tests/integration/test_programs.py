@@ -20,7 +20,7 @@ from tfps.pserver.server import ParameterServer
 from tfps.types import Value
 
 TIMEOUT_S = 550.0  # of one job with many programs, on a busy machine; half a minute is usual
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
