@@ -2,7 +2,7 @@
 # Everything that has to hold before a change is taken: style, types, tests.
 #   tools/test.sh                 everything but the tests marked "long"
 #   tools/test.sh --quick         for while one edits, within 90 seconds: what needs no TensorFlow
-#   tools/test.sh --long          also the tests marked "long"
+#   tools/test.sh --long          also the tests marked "long", those marked "busy" after the others
 #   tools/test.sh --matrix        only the core suite, on the oldest and the newest TensorFlow and Python
 #   tools/test.sh --matrix 2.19:3.11 2.20:3.13 -- -k fit     on these, with options for pytest
 #   tools/test.sh -k launch -x    other arguments go to pytest
@@ -31,9 +31,10 @@ slow=(
 # processes end together.
 spread=(-n 6 --dist loadfile --no-loadscope-reorder)
 arguments=()
+parts=("not long")
 for argument in "$@"; do
     if [[ $argument == --long ]]; then
-        arguments+=(-m "long or not long")
+        parts=("not busy" busy)
     elif [[ $argument == --quick ]]; then
         arguments+=("${slow[@]/#/--ignore=}")
         spread=(-n 8 --dist load)  # light ones, many of which wait for a deadline
@@ -45,4 +46,12 @@ done
 echo "ruff check";  .venv/bin/python -m ruff check .
 echo "ruff format"; .venv/bin/python -m ruff format --check .
 echo "mypy";        .venv/bin/python -m mypy
-echo "pytest";      .venv/bin/python -m pytest "${spread[@]}" ${arguments[@]+"${arguments[@]}"} </dev/null
+code=0
+for part in "${parts[@]}"; do
+    echo "pytest, $part"
+    result=0
+    .venv/bin/python -m pytest ${spread[@]+"${spread[@]}"} -m "$part" ${arguments[@]+"${arguments[@]}"} </dev/null || result=$?
+    [[ $result == 0 || ($result == 5 && ${#parts[@]} == 2) ]] || code=$result  # 5: no such tests in this part
+    spread=()
+done
+exit "$code"

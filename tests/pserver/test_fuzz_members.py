@@ -228,6 +228,7 @@ def test_members_that_send_garbage_get_errors_by_name() -> None:
     check(INPUTS)
 
 
+@pytest.mark.busy
 @pytest.mark.long
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_members_that_send_much_garbage_get_errors_by_name() -> None:

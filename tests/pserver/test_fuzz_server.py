@@ -166,6 +166,7 @@ def test_strangers_that_send_garbage_disturb_no_job_and_leave_nothing() -> None:
     check_strangers(CALLS, CONNECTIONS)
 
 
+@pytest.mark.busy
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_many_strangers_that_send_garbage_disturb_no_job_and_leave_nothing() -> None:
@@ -338,6 +339,7 @@ def test_after_members_that_sent_garbage_a_good_job_is_served_and_nothing_is_kep
     check_members(SESSIONS)
 
 
+@pytest.mark.busy
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_after_many_members_that_sent_garbage_a_good_job_is_served_and_nothing_is_kept() -> None:

@@ -33,6 +33,7 @@ FAIR = 0.5
 FLAT = 8 * MIB
 SLOW_TO_START = 0.1  # of the time or the steps, before anything is measured: pools, caches and arenas fill
 pytestmark = [
+    pytest.mark.busy,
     pytest.mark.long,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux"),
 ]

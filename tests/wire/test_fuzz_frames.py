@@ -180,6 +180,7 @@ def test_what_is_nearly_valid_is_taken_or_refused_by_name_and_not_kept(what: str
     check_and_measure(what, PER_TEST)
 
 
+@pytest.mark.busy
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["frames", "parts", "control"])
 def test_much_that_is_nearly_valid_is_taken_or_refused_by_name_and_not_kept(what: str) -> None:
@@ -228,6 +229,7 @@ def test_streams_of_changed_parts_end_by_name() -> None:
     check_greetings(STREAMS)
 
 
+@pytest.mark.busy
 @pytest.mark.long
 def test_many_streams_of_changed_parts_end_by_name() -> None:
     check_streams(LONG_STREAMS)
