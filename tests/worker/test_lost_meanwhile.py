@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections.abc import Sequence
+from concurrent import futures
 
 import jobs
 import numpy as np
@@ -109,6 +111,29 @@ def test_rounds_that_were_pushed_again_are_counted_alike_by_a_newcomer(
     job.servers[1].stop(0)
     pushed.append((push(job.workers[2], TOTAL, ONES), ONES))
     job.check(pushed)
+
+
+def test_a_newcomer_that_comes_while_the_job_begins_anew_knows_what_that_has_declared(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, resume_lines, held, goes_on = Job(cluster), Worker.resume_lines, threading.Event(), threading.Event()
+    job.declare([], ["what newcomers need"])
+    job.leave(2)
+
+    def late(worker: Worker, lines: Sequence[str]) -> None:
+        held.set()
+        assert goes_on.wait(jobs.DEADLINE_S)
+        resume_lines(worker, lines)
+
+    monkeypatch.setattr(Worker, "resume_lines", late)
+    job.servers[1].stop(0)
+    assert held.wait(jobs.DEADLINE_S)
+    addresses = [server.address for server in job.servers]
+    with futures.ThreadPoolExecutor() as pool:
+        known = pool.submit(lambda: list(job.worker(addresses, 2).lines()))
+        futures.wait([known], timeout=0.5)  # it might not wait
+        goes_on.set()
+        assert known.result(jobs.DEADLINE_S) == ["what newcomers need"]
 
 
 @pytest.mark.parametrize("then", ["a worker leaves", "another pserver is lost"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jobs
 import moving
@@ -18,8 +20,12 @@ from tfps.errors import WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver.regrouping import offer
+from tfps.pserver.server import ParameterServer
 from tfps.types import Array
+from tfps.worker.client import PserverClient
 from tfps.worker.elastic import ElasticWorker
+from tfps.worker.newest import Newest
+from tfps.worker.worker import Worker
 
 pytestmark = moving.PATHS
 RATE, MOMENTUM = np.float32(0.25), np.float32(0.5)
@@ -320,3 +326,58 @@ def test_who_has_met_all_others_is_waited_for_again(cluster: Cluster) -> None:
     assert not ahead.replied
     job.push(job.workers[2], job.gradient())
     ahead.wait()
+
+
+def test_a_number_drawn_while_a_pserver_is_lost_is_nobody_elses(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pserver has given it, and the worker gets it when all have gone on."""
+    job, fetch_add = Training(cluster), PserverClient.fetch_add
+    drawn = [worker.fetch_add("batches") for worker in job.workers for _ in range(2)]
+    given, goes_on = threading.Event(), threading.Event()
+
+    def slow(client: PserverClient, counter: str) -> int:
+        number = fetch_add(client, counter)
+        if client.membership.rank == 0 and not given.is_set():
+            given.set()
+            assert goes_on.wait(jobs.DEADLINE_S)
+        return number
+
+    monkeypatch.setattr(PserverClient, "fetch_add", slow)
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(job.workers[0].fetch_add, "batches")
+        assert given.wait(jobs.DEADLINE_S)
+        job.lose(1)
+        goes_on.set()
+        drawn.append(late.result(jobs.DEADLINE_S))
+    drawn += together(*(functools.partial(worker.fetch_add, "batches") for worker in job.workers))
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_pserver_that_ends_while_pushes_are_given_again_holds_up_no_call(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, give = Training(cluster, staleness=0), Newest.give
+    job.end_assigning(job.assign())
+    for pending in [job.push(worker, job.gradient()) for worker in job.workers]:
+        pending.wait()
+    ahead = job.push(job.workers[0], job.gradient())  # in flight when the first pserver ends
+    address, ended = job.servers[1].address, threading.Event()
+
+    def gives(kept: Newest, rank: int, worker: Worker) -> None:
+        if rank == 0 and worker is not first and not ended.is_set():
+            job.servers[1].stop(0)
+            ended.set()
+        give(kept, rank, worker)
+
+    first = job.workers[0]._worker
+    monkeypatch.setattr(Newest, "give", gives)
+    job.servers[0].stop(0)
+    assert ended.wait(jobs.DEADLINE_S)
+    host, _, port = address.rpartition(":")
+    again = ParameterServer(host, int(port), workers=WORKERS)
+    cluster.callback(again.stop, 0.2)
+    poll(lambda: all([link.pserver for link in worker.links()] == [address] for worker in job.workers))
+    for pending in [ahead, *(job.push(worker, job.gradient()) for worker in job.workers)]:
+        pending.wait()
+    job.workers[0].fetch_add("batches")

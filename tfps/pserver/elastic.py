@@ -200,7 +200,7 @@ class Elastic(abc.ABC):
         rank, members = applicant.rank, self._membership.members
         with self._changed:
             if applicant.resumed is None and self._membership.resumed is not None:  # its own workers come first
-                self._changed.wait_for(lambda: self.begun or self._failure is not None, timeout_s)
+                self._changed.wait_for(lambda: self._is_resumed or self._failure is not None, timeout_s)
             if rank is None or not self.begun or self._shard.config.min_workers is None:
                 return
 
