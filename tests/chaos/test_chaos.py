@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -250,6 +251,7 @@ class Run:
         self.children: dict[tuple[int, int], Child] = {}
         self._stack = contextlib.ExitStack()
         self._pservers: list[Pserver] = []
+        self._moves: set[int] = set()  # that have begun
         self._servers: list[subprocess.Popen[str]] = []
 
     @contextlib.contextmanager
@@ -313,8 +315,10 @@ class Run:
                 if child.code is None:
                     self._look(child)
             for index, move in enumerate(self.plan.moves):
-                if (self.folder / f"move{index}").exists() and not (moved := self.folder / f"moved{index}").exists():
-                    self._move(*move[2:], moved)
+                if (self.folder / f"move{index}").exists() and index not in self._moves:
+                    self._moves.add(index)  # on a thread: workers are woken up meanwhile
+                    arguments = [*move[2:], self.folder / f"moved{index}"]
+                    threading.Thread(target=self._move, args=arguments, daemon=True).start()
 
     def _move(self, what: str, number: int, other: int, moved: Path) -> None:
         """Ends a pserver, and starts another one in its place; or lets that take part, as its neighbour is told."""
