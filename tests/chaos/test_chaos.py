@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -251,13 +251,14 @@ class Run:
         self.children: dict[tuple[int, int], Child] = {}
         self._stack = contextlib.ExitStack()
         self._pservers: list[Pserver] = []
-        self._moves: set[int] = set()  # that have begun
+        self._mover = futures.ThreadPoolExecutor(1)  # meanwhile stopped workers are woken up
+        self._moves: dict[int, futures.Future[None]] = {}  # that have begun
         self._servers: list[subprocess.Popen[str]] = []
 
     @contextlib.contextmanager
     def pservers(self) -> Iterator[None]:
         """For the block, which no worker survives."""
-        with self._stack:
+        with self._stack, self._mover:
             for number in range(PSERVERS):
                 self._serve(number)
             try:
@@ -316,9 +317,8 @@ class Run:
                     self._look(child)
             for index, move in enumerate(self.plan.moves):
                 if (self.folder / f"move{index}").exists() and index not in self._moves:
-                    self._moves.add(index)  # on a thread: workers are woken up meanwhile
-                    arguments = [*move[2:], self.folder / f"moved{index}"]
-                    threading.Thread(target=self._move, args=arguments, daemon=True).start()
+                    moved = self.folder / f"moved{index}"
+                    self._moves[index] = self._mover.submit(self._move, *move[2:], moved)
 
     def _move(self, what: str, number: int, other: int, moved: Path) -> None:
         """Ends a pserver, and starts another one in its place; or lets that take part, as its neighbour is told."""
@@ -373,6 +373,8 @@ class Run:
             assert child.code == child.life.end, f"rank {child.rank}, process {child.number} ended with {child.code}"
             if child.code == 1:
                 assert any(each in child.output for each in WITHOUT), f"rank {child.rank}, process {child.number}"
+        for move in self._moves.values():
+            move.result()
         for number, server in enumerate(self._servers):
             assert server.poll() is None, f"pserver {number} ended with {server.returncode}"
         found = {
