@@ -345,9 +345,11 @@ class Run:
                 child.wake()
                 return
             is_next = child.life.wakes == "after"  # it waits until this one is lost
-            child.lost = child.lost or not self._takes_part(child.rank)
+            present = self._present(child.rank)
+            # Back before all have lost it, it says that it lost pservers, which snapshots do not outlive just then.
+            child.lost = child.lost or not (any if "TFPS_UPDATE" in self.plan.environment else all)(present)
             after = self.children.get(successor)
-            has_other = after is not None and (after.code is not None or self._takes_part(child.rank))
+            has_other = after is not None and (after.code is not None or all(present))
             is_last = child.number + 1 == len(self.plan.lives[child.rank])
             if child.lost and (child.life.wakes == "before" or is_last or has_other):
                 child.wake()
@@ -358,14 +360,14 @@ class Run:
         ):
             self._start(*successor)
 
-    def _takes_part(self, rank: int) -> bool:
-        """On the pservers that the job has now."""
-        present = []
+    def _present(self, rank: int) -> list[bool]:
+        """Whether it takes part, by pserver that the job has now."""
+        present: list[bool] = []
         for each in self._pservers:
             with contextlib.suppress(PserverLostError):
                 status = each.call("Status", pb.StatusRequest(details=True), 10.0)
                 present += [rank in status.present] if status.members else []
-        return all(present)
+        return present
 
     def check(self) -> dict[str, Json]:
         """All has gone as planned, and nothing of the result shows it; returns what happened."""
