@@ -448,7 +448,6 @@ def run_with_cuts(seed: int) -> dict[str, Json]:
     return happened
 
 
-@pytest.mark.long
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @pytest.mark.parametrize("seed", [int(SEED)] if SEED else [9])
 def test_so_does_a_storm_that_cuts_off_hosts(seed: int) -> None:
