@@ -72,9 +72,7 @@ def check(name: str, results: Results) -> None:
         for other in ranks[1:]:
             assert pickle.dumps(other[key]) == pickle.dumps(ranks[0][key]), key
     used = [sorted(itertools.chain(*epochs)) for epochs in zip(*(each["own rows"] for each in ranks), strict=True)]
-    if (
-        name == "uneven"
-    ):  # a replica without rows of the last batch gets a row of its own again, which counts for nothing
+    if name == "uneven":  # who has no rows of the last batch gets a row of its own again, which counts for nothing
         assert [len(rows) - len(set(rows)) for rows in used] == [1] * len(used)
         used = [sorted(set(rows)) for rows in used]
     assert used == EXPECTED[name]
