@@ -400,8 +400,12 @@ class Run:
 
     def _check_losses(self, lost: set[tuple[int, int]]) -> None:
         """A death takes rows of the step in flight and of the batch after it, no more; given (step, rank)."""
-        longer = [(step, rank) for step, rank in lost if {(step + 1, rank), (step + 2, rank)} <= lost]
-        assert not longer, sorted(lost)
+        deaths = {
+            (life.faults[-1][0], rank) for rank, lives in enumerate(self.plan.lives) for life in lives if life.is_ended
+        }
+        for step, rank in lost:
+            after = {(step + 1, rank), (step + 2, rank)}
+            assert not after <= lost or after & deaths, sorted(lost)
 
     def __str__(self) -> str:
         said = [str(self.plan)]
