@@ -93,7 +93,8 @@ class Plan:
         if cuts:
             plan.environment = {**plan.environment, "TFPS_SHARED_MEMORY": "0"}  # which nothing cuts
         if draw.random() < 0.6:
-            plan._move_pservers(draw, epochs)
+            if not cuts:  # who is cut off may be with a pserver that ends: then one of two ends by name, as it must
+                plan._move_pservers(draw, epochs)
         elif random.Random(f"update {seed}").random() < 0.5:  # apart: seeds that have failed stay what they are
             plan.environment = {**plan.environment, "TFPS_UPDATE": "server", "TFPS_SNAPSHOT_STEPS": "2"}
         present, away = set(range(WORKERS)), dict[int, int]()  # rank -> the epoch at whose beginning it comes back
