@@ -194,7 +194,7 @@ class Netlab:
 
     def plug(self, host: Host, *, out: bool = False) -> None:
         """Takes a host's port `out` of the switch, or puts it in again. The host sees that nothing comes, no more."""
-        _ip(self._switch, f"link set port{host.index} {'nomaster' if out else 'master eth0'}")
+        plug(self._switch.namespace, host.index, out=out)
 
     def separate(self, hosts: Sequence[Host]) -> None:
         """Cuts the network in two: `hosts` reach each other and nobody else, until they are plugged in again."""
@@ -315,6 +315,11 @@ class Netlab:
             _ip(one, "link set eth0 up")
             _ip(one, f"route add 10.77.{number}.0/24 dev eth0 src {one.address} congctl cubic")
         self.set_rate(self._rates)
+
+
+def plug(switch: str, index: int, *, out: bool) -> None:
+    """See `Netlab.plug`; for a program on a host, given the namespace of the switch and the index of a host."""
+    run("ip", "-n", switch, *f"link set port{index} {'nomaster' if out else 'master eth0'}".split())
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

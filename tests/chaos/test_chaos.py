@@ -34,7 +34,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.regrouping import offer
 from tfps.types import Json
 from tfps.wire.control import Pserver
-from tools.netlab import Netlab, unavailable
+from tools.netlab import Netlab, plug, unavailable
 
 HERE = Path(__file__).resolve().parent
 EPOCHS, STEPS, WORKERS, PSERVERS = 5, 6, 3, 3
@@ -229,17 +229,14 @@ class Link:
         """Cuts it if the process asks for it: storm.cut."""
         asked, out = (self.folder / f"{what}{pid}" for what in ("cut", "out"))
         if asked.exists():
-            self._plug("nomaster")
+            plug(self.switch, 1 + self.rank, out=True)
             asked.rename(out)
         return out.exists()
 
     def heal(self, pid: int) -> None:
         if (out := self.folder / f"out{pid}").exists():
-            self._plug("master eth0")
+            plug(self.switch, 1 + self.rank, out=False)
             out.unlink()
-
-    def _plug(self, where: str) -> None:
-        subprocess.run(["ip", "-n", self.switch, "link", "set", f"port{1 + self.rank}", *where.split()], check=True)
 
 
 class Run:
