@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tfps import callbacks
+    from tfps import callbacks, layers
     from tfps.config import Config
     from tfps.errors import (
         ClosedError,
@@ -46,14 +46,15 @@ __all__ = [
     "WorkerLostError",
     "__version__",
     "callbacks",
+    "layers",
 ]
 
 _HOMES = {"Strategy": "tfps.strategy.strategy", "Config": "tfps.config"}  # other names are errors
 
 
 def __getattr__(name: str) -> object:
-    if name == "callbacks":
-        return importlib.import_module("tfps.callbacks")
+    if name in ("callbacks", "layers"):
+        return importlib.import_module(f"tfps.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'tfps' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES.get(name, "tfps.errors")), name)

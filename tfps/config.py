@@ -273,6 +273,11 @@ class Config:
         return self.mode == "async"
 
     @property
+    def steps_together(self) -> bool:
+        """Whether all workers take each step together."""
+        return self.mode == "sync"
+
+    @property
     def compression_rules(self) -> Rules:
         """`compression`, read."""
         return parse(self.compression)

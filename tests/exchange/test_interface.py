@@ -300,7 +300,7 @@ def test_replies_over_the_wire_are_aligned_writable_and_ones_own(ranks: list[Exc
     [
         ({"names": "x"}, "names must be a tuple of at least one name, got 'x'"),
         ({"names": ()}, "names must be a tuple"),
-        ({"kind": "mean"}, "kind must be 'sum' or 'gather', got 'mean'"),
+        ({"kind": "mean"}, "kind must be one of sum, gather, table, got 'mean'"),
         ({"priority": -1}, "priority must be from 0"),
         ({"nbytes": 6}, r"nbytes must be a multiple of 4 \(float32\), got 6"),
         ({"nbytes": -4}, "got -4"),

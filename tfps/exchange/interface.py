@@ -6,9 +6,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 from tfps.exchange.codecs import Codec, Floats
@@ -18,7 +19,7 @@ from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.types import Array, Buffer, DType
 
 Payload: TypeAlias = "bytes | bytearray | memoryview | Array"  # C-contiguous; collections.abc.Buffer needs Python 3.12
-BucketKind = Literal["sum", "gather"]
+BucketKind = Literal["sum", "gather", "table"]
 _T = TypeVar("_T")
 
 
@@ -41,20 +42,23 @@ class BucketSpec:
     """One bucket as all ranks must declare it. ConfigError: a value is out of range; the message names the field."""
 
     names: tuple[str, ...]  # of its variables (`("dense/kernel", "dense/bias")`), or one name for anything else
-    kind: BucketKind  # `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one
-    nbytes: int  # sum: payload size of every rank; gather: 0 (sizes may differ by rank and step)
-    dtype: str  # numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`
+    # `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one, `"table"` keeps rows; see `Tables`
+    kind: BucketKind
+    nbytes: int  # sum: payload size of every rank; else 0 (sizes may differ by rank and step)
+    dtype: str  # numpy dtype name of the items of a sum or a table (`"float32"`); gather: `"uint8"`
     priority: int  # 0 = most urgent
     occasional: bool = False  # not exchanged every step; balanced over pservers apart from the others
     alike: tuple[str, ...] = ()  # names common to all ranks if `names` contain numbers counted per rank; empty: `names`
     codec: Codec | None = None  # of the slices of a sum of float32 on the wire; None: they travel as they are
     update: UpdateSpec | None = None  # of what pservers keep; None: they only sum. With a codec changes come back
+    table: str = ""  # `TableSpec.text`, of a table
+    replaces: int | None = None  # the bucket whose rows a table takes, without their slots: it is updated otherwise
 
     def __post_init__(self) -> None:
         if not isinstance(self.names, tuple) or not self.names:
             raise ConfigError(f"names must be a tuple of at least one name, got {self.names!r}")
-        if self.kind not in ("sum", "gather"):
-            raise ConfigError(f"kind must be 'sum' or 'gather', got {self.kind!r}")
+        if self.kind not in get_args(BucketKind):
+            raise ConfigError(f"kind must be one of {', '.join(get_args(BucketKind))}, got {self.kind!r}")
         if not 0 <= self.priority < 2**32:
             raise ConfigError(f"priority must be from 0 to 2**32 - 1, got {self.priority}")
         item_bytes = parse_dtype(self.dtype).itemsize
@@ -62,8 +66,12 @@ class BucketSpec:
             raise ConfigError(f"nbytes must be a multiple of {item_bytes} ({self.dtype}), got {self.nbytes}")
         if self.kind == "gather" and (self.nbytes or item_bytes != 1):
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
-        if self.codec is not None and (self.kind, self.dtype) != ("sum", "float32"):
-            raise ConfigError(f"codec '{self.codec}' must be for a sum of float32, got a {self.kind} of {self.dtype}")
+        if (self.kind == "table") != bool(self.table) or (self.table and (self.dtype, self.nbytes) != ("float32", 0)):
+            raise ConfigError(f"a table must be described and have dtype 'float32' and nbytes 0, got {self}")
+        if self.codec is not None and (self.kind == "gather" or self.dtype != "float32"):
+            raise ConfigError(
+                f"codec '{self.codec}' must be for a sum or a table of float32, got a {self.kind} of {self.dtype}"
+            )
         update = self.update
         if update is not None and (self.kind, self.dtype, self.nbytes) != ("sum", "float32", update.nbytes):
             raise ConfigError(f"a bucket with an update must be a sum of its variables in float32, got {self}")
@@ -82,7 +90,10 @@ class BucketSpec:
         size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""
         codec = "" if self.codec is None else f" as {self.codec}"
         update = "" if self.update is None else f" updated by {self.update.text()}"
-        return f"bucket '{', '.join(self.common_names)}' {self.kind}{size}{codec} priority {self.priority}{update}"
+        table = self.table and f" of {self.table}"
+        name = ", ".join(self.common_names)
+        instead = "" if self.replaces is None else f" instead of bucket {self.replaces}"
+        return f"bucket '{name}' {self.kind}{size}{codec} priority {self.priority}{update}{table}{instead}"
 
 
 def kept_arrays(spec: BucketSpec) -> int:
@@ -175,6 +186,86 @@ class State(Protocol):
 
     def set_residual(self, bucket: int, values: Floats) -> None:
         """Makes `values` the residual of `bucket` on rank 0, and 0 that of other ranks."""
+
+
+class SavedRows(NamedTuple):
+    """What files have, on all owners together."""
+
+    step: int  # of the rows, as the owners count
+    rows: int
+    nbytes: int
+    full: bool = True  # not only what has changed
+    slots: bool = True  # of the same rule; else they are not used
+
+
+class Foreseen(Protocol):
+    """A request for rows of a step that may not come: until `wait` nobody waits for it."""
+
+    def wait(self, on_reply: OnReply) -> None:
+        """From now on it is a request as others are."""
+
+
+class Tables(Protocol):
+    """Rows of tables: embeddings, each row with the slots of its update, that live with their owners only.
+
+    A rank counts its **steps** of a table: how often it has added gradients to it. All ids are int64, those of one call
+    differ. `on_reply` is as for `Exchange.push`.
+    """
+
+    def ask(
+        self,
+        table: int,
+        ids: NDArray[np.int64],
+        step: int,
+        on_reply: OnReply,
+        *,
+        trains: bool,
+        complete: bool = False,
+        attempt: int = 0,
+    ) -> None:
+        """Asks for rows as all steps before `step` have left them; `Reply.sum` is [n, dim] of float32, flat uint8.
+
+        What has no row yet reads as its initial value, and gets none by that.
+
+        Args:
+            trains: gradients of these rows may come in this step.
+            complete: it is the last time in this step: only rows that were asked for get gradients. In mode "sync"
+                other rows need not wait for these.
+            attempt: how often all ranks have taken the step before without adding to it, as when gradients were not
+                finite.
+        """
+
+    def foresee(self, table: int, ids: NDArray[np.int64], step: int) -> Foreseen | None:
+        """Asks for rows of a later step, of which gradients may come in it; None: rows are not sent ahead here."""
+
+    def add(
+        self,
+        table: int,
+        ids: NDArray[np.int64],
+        gradients: NDArray[np.float32],
+        step: int,
+        step_scalars: bytes,
+        on_reply: OnReply,
+    ) -> None:
+        """Adds gradients [n, dim] in `step`, maybe of no rows; replies, with nothing, once they have been applied.
+
+        In mode "sync" all ranks add in each step, and their sum is applied by row; else each by itself.
+        """
+
+    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
+        """Writes all rows, or what has changed since the step of a save before, to files in a new `folder`.
+
+        As all steps before `step` have left them; the owners write at the same time, each its own.
+        """
+
+    def restore_rows(self, table: int, step: int, folders: Sequence[str], name: str, identity: str) -> SavedRows:
+        """Replaces all rows by those of a full save and those after it. ConfigError: these do not fit, or are damaged.
+
+        Each rank may call it: what `identity` names is restored once.
+        """
+
+    def put_rows(self, table: int, step: int, ids: NDArray[np.int64], rows: NDArray[np.float32], identity: str) -> None:
+        """Replaces some rows [n, dim]; likewise."""
 
 
 class Peers(Protocol):
@@ -273,6 +364,8 @@ class Exchange(Protocol):
     def info(self) -> Info: ...
     @property
     def state(self) -> State: ...
+    @property
+    def tables(self) -> Tables: ...
     @property
     def peers(self) -> Peers: ...
     @property

@@ -93,6 +93,7 @@ class Staging:
         self.spans, self.workers = runtime.spans, runtime.exchange.view.workers
         self.changes = last_batch is not None and last_batch.changes  # whether the number of workers may change
         self.closed, self.compares = False, compares
+        self.foresee: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each that is staged
         self.lockstep: Lockstep | None = None  # strategies of one runtime share it: they announce batches in one order
         if self.workers > 1 and together:
             self.lockstep = runtime.shared(Lockstep, lambda: Lockstep(runtime))
@@ -288,6 +289,7 @@ class Feed:
                             batches = self._cut(*self._whole[key])
                         rows = self._rows_of(batches)
                         self._stage.put(key, batches)
+                        staging.foresee(batches)
                         if staging.spans.recorder.enabled:
                             staging.spans.staged(begin, batches)
                         self._rows[key] = rows  # only now: a partly staged batch cannot be taken out

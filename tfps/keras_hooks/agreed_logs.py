@@ -79,7 +79,8 @@ def _check_finite_everywhere(original: Function, optimizer: Optimizer, grads: St
     Keras decides by one worker's gradients. If ranks decided differently, some would wait for gradients that others
     never send, and the loss scales would diverge. A rank without rows has no say.
     """
-    finite, context = original(optimizer, grads), replica_context()
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in grads]  # Keras makes them dense
+    finite, context = original(optimizer, values), replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return finite
     if (share := current_share()) is not None:

@@ -44,7 +44,7 @@ logger = logging.getLogger("tfps")
 _ITERATIONS, _EXACT, _SHOWN = "iterations", "exact", "shown"
 _MARK = "tfps_brought"  # attribute of an HDF5 file
 _PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
-_OUTER = "tests/policies/test_outer.py"
+_OUTER, _TABLES = "tests/policies/test_outer.py", "tests/layers/test_saving.py"
 _backup, _checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
 
 
@@ -190,6 +190,8 @@ def _restore_backup(
     A worker that joins a job under way restores nothing: it gets what the others have now.
     """
     model, restored = callback.model, False
+    for prepare in before_restoring:
+        prepare(model)
     restores = strategy.rank == 0 and not strategy.extended.exchange.joining.candidate
     if restores:
         restored = tf.io.gfile.exists(str(callback._weights_path))  # Keras looks for it, too
@@ -261,6 +263,11 @@ def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) 
 
 
 _saving = contextvars.ContextVar("saving", default=False)  # whether a call that saves is under way
+_around = contextvars.ContextVar("around", default=False)  # whether `saved_beside` has been entered
+# What folders above save beside a model's file, or restore: each is called with the model and the path.
+saved_beside: list[Callable[[Model, StrPath], contextlib.AbstractContextManager[object]]] = []
+loaded_beside: list[Callable[[Model, StrPath], object]] = []
+before_restoring: list[Callable[[Model], object]] = []  # called with the model, on all ranks
 _CALLED = "as `Model.save`, however a program has imported what calls it"
 
 
@@ -269,11 +276,22 @@ _CALLED = "as `Model.save`, however a program has imported what calls it"
 @replaces(saving_lib, "save_model", _PROGRAMS, _CALLED)
 @replaces(keras.Model, "save_weights", _PROGRAMS, "as `Model.save`")
 @replaces(keras.Model, "save", _PROGRAMS)
+def _save(original: Function, model: Model, filepath: StrPath, *args: object, **options: object) -> object:
+    """Each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's. Rows of
+    tables go beside it.
+    """
+    with contextlib.ExitStack() as around:
+        if not _around.get():
+            around.callback(_around.reset, _around.set(True))
+            for each in saved_beside:
+                around.enter_context(each(model, filepath))
+        return _save_under_strategy(original, model, filepath, *args, **options)
+
+
 @for_models
-def _save(
+def _save_under_strategy(
     original: Function, strategy: BaseStrategy, model: Model, filepath: StrPath, *args: object, **options: object
 ) -> object:
-    """Each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's."""
     with strategy.extended.policy.global_parameters():
         if strategy.num_workers == 1 or _saving.get() or not isinstance(filepath, str | os.PathLike):
             return original(model, filepath, *args, **options)
@@ -300,6 +318,23 @@ def _save(
             return result
         finally:
             _saving.reset(before)
+
+
+@replaces(saving_lib, "load_weights_only", _TABLES)
+def _load_weights(original: Function, model: Model, filepath: StrPath, *args: object, **options: object) -> object:
+    """Restores rows of tables from beside the file."""
+    result = original(model, filepath, *args, **options)
+    for each in loaded_beside:
+        each(model, filepath)
+    return result
+
+
+@replaces(saving_lib, "load_model", _TABLES, "as `load_weights`")
+def _load_model(original: Function, filepath: StrPath, *args: object, **options: object) -> Model:
+    model = original(filepath, *args, **options)
+    for each in loaded_beside if isinstance(model, keras.Model) else ():
+        each(model, filepath)
+    return model
 
 
 replaces(saving_lib, "_save_model_to_fileobj", _OUTER, "pickles global parameters where workers train alone")(

@@ -28,7 +28,7 @@ class AdmitRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., candidates: _Optional[_Iterable[int]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Bucket(_message.Message):
-    __slots__ = ["codec", "dtype", "kind", "names", "nbytes", "occasional", "priority", "update"]
+    __slots__ = ["codec", "dtype", "kind", "names", "nbytes", "occasional", "priority", "replaces", "table", "update"]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class Bucket(_message.Message):
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     OCCASIONAL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     codec: str
     dtype: str
@@ -44,8 +46,10 @@ class Bucket(_message.Message):
     nbytes: int
     occasional: bool
     priority: int
+    replaces: int
+    table: str
     update: str
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ..., codec: _Optional[str] = ..., update: _Optional[str] = ...) -> None: ...
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ..., codec: _Optional[str] = ..., update: _Optional[str] = ..., table: _Optional[str] = ..., replaces: _Optional[int] = ...) -> None: ...
 
 class ClockReply(_message.Message):
     __slots__ = ["failure", "time_ns", "wall_ns"]
@@ -379,6 +383,32 @@ class PutRequest(_message.Message):
     values: bytes
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., slice: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
+class PutRowsReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class PutRowsRequest(_message.Message):
+    __slots__ = ["bucket", "id", "ids", "incarnation", "rank", "step", "timeout_s", "values"]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    id: str
+    ids: bytes
+    incarnation: str
+    rank: int
+    step: int
+    timeout_s: float
+    values: bytes
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., ids: _Optional[bytes] = ..., values: _Optional[bytes] = ..., id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
 class ReadyReply(_message.Message):
     __slots__ = ["candidates", "failure", "training"]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
@@ -511,6 +541,40 @@ class RestRequest(_message.Message):
     rank: int
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
+class RestoreRowsReply(_message.Message):
+    __slots__ = ["failure", "nbytes", "rows", "slots", "step"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    nbytes: int
+    rows: int
+    slots: bool
+    step: int
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., nbytes: _Optional[int] = ..., slots: bool = ...) -> None: ...
+
+class RestoreRowsRequest(_message.Message):
+    __slots__ = ["bucket", "folders", "id", "incarnation", "name", "rank", "step", "timeout_s"]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    FOLDERS_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    folders: _containers.RepeatedScalarFieldContainer[str]
+    id: str
+    incarnation: str
+    name: str
+    rank: int
+    step: int
+    timeout_s: float
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folders: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
 class Result(_message.Message):
     __slots__ = ["bucket", "rank", "ranks"]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
@@ -534,6 +598,40 @@ class Resumed(_message.Message):
     ranks: _containers.RepeatedScalarFieldContainer[int]
     reason: str
     def __init__(self, incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SaveRowsReply(_message.Message):
+    __slots__ = ["failure", "full", "nbytes", "rows", "step"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    full: bool
+    nbytes: int
+    rows: int
+    step: int
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., nbytes: _Optional[int] = ..., full: bool = ...) -> None: ...
+
+class SaveRowsRequest(_message.Message):
+    __slots__ = ["bucket", "folder", "incarnation", "name", "rank", "since", "step", "timeout_s"]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    folder: str
+    incarnation: str
+    name: str
+    rank: int
+    since: int
+    step: int
+    timeout_s: float
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folder: _Optional[str] = ..., name: _Optional[str] = ..., since: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Settings(_message.Message):
     __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "snapshot_steps", "staleness", "update", "window_bytes"]

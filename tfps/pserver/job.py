@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from tfps.config import MAX_SLICE_BYTES, Config
 from tfps.errors import (
@@ -30,6 +31,7 @@ from tfps.pserver.elastic import Declaration, Elastic, Joined
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, SumSlice
+from tfps.pserver.table_slice import AppliesEach, TableSlice
 from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
@@ -371,7 +373,7 @@ class Job(Elastic):
         if header.priority != bucket.spec.priority:
             name, rule = bucket.spec.name, bucket.spec.priority
             raise ProtocolError(f"priority of bucket '{name}' must be {rule}, got {header.priority}")
-        gather = bucket.spec.kind == "gather"
+        gather = bucket.spec.kind != "sum"  # or a table
         if bucket.next:
             with self._changed:
                 bucket.advance(header.step)
@@ -384,7 +386,11 @@ class Job(Elastic):
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
             target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
-        answers, wait_ns = item.take(Push(rank, header, payload, target), bucket.next)
+        try:
+            answers, wait_ns = item.take(Push(rank, header, payload, target), bucket.next)
+        except MismatchError as error:
+            self.fail(error)
+            return
         member.step = max(member.step, header.step)
         member.wait_s += wait_ns / 1e9  # only its stream's thread writes both
         if answers:
@@ -423,6 +429,28 @@ class Job(Elastic):
         with self._changed:
             self._raise_failure()
             return declared(self._shard.buckets, number)
+
+    @contextlib.contextmanager
+    def saved_table(self, number: int, rank: int, step: int, timeout_s: float) -> Iterator[TableSlice]:
+        """In the block a table is as so many steps have left it; gradients that come are applied after it.
+
+        Raises:
+            WaitTimeoutError: these steps have not been applied in time.
+        """
+        bucket = self.bucket(number)
+        item = bucket.slices.get(0)
+        if not isinstance(item, TableSlice):
+            raise ProtocolError(f"bucket '{bucket.spec.name}' is no table")
+        if not item.hold(rank, step, timeout_s, lambda: self._failure is not None):
+            self._raise_failure()
+            names = ", ".join(map(self._membership.describe, item.missing(rank)))
+            raise WaitTimeoutError(
+                f"step {step} of {item.label} was not applied within {timeout_s:.3g} s: it lacks gradients of {names}"
+            )
+        try:
+            yield item
+        finally:
+            self._send(item.release())
 
     def missing(self, bucket: int, asking: int) -> list[str]:
         """The ranks whose push of a slice of `bucket` others wait for, as rank `asking` does."""
@@ -520,8 +548,9 @@ class Job(Elastic):
             self.fail(MismatchError(text))
 
     def _release(self) -> None:
-        for _, item in self._shard.async_slices():
-            self._send(item.released())
+        for _, item in self._shard.slices():
+            if isinstance(item, (AsyncSlice, AppliesEach)):
+                self._send(item.released())
 
 
 class Session:

@@ -453,6 +453,22 @@ def _take(job: Job, request: pb.TakeRequest) -> Fields | None:
     return {"number": job.counters.fetch_add(request.counter, request.rank)}
 
 
+def _save_rows(job: Job, request: pb.SaveRowsRequest) -> Fields:
+    since = request.since if request.HasField("since") else None
+    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
+        return item.save(request.folder, request.name, since)
+
+
+def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:
+    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
+        return item.restore(list(request.folders), request.name, request.rank, request.id)
+
+
+def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:
+    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
+        item.put(request.ids, request.values, request.rank, request.id)
+
+
 _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     "Declare": _declare,
     "Waiting": lambda job, request: {
@@ -460,6 +476,9 @@ _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     },
     "Put": _put,
     "Get": _get,
+    "SaveRows": _save_rows,
+    "RestoreRows": _restore_rows,
+    "PutRows": _put_rows,
     "Rest": lambda job, request: job.quiesce(request.rank),
     "Take": _take,
     "Declared": lambda job, request: job.declared(),

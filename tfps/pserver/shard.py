@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 from tfps.config import Config
 from tfps.errors import ConfigError
 from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
-from tfps.exchange.interface import BucketSpec, kept_arrays, parse_dtype
+from tfps.exchange.interface import BucketSpec, declared, kept_arrays, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.membership.view import RankSets, View
 from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
 from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, RoundSlice, SumSlice
+from tfps.pserver.table_slice import AppliesEach, TableSlice
+from tfps.tables.spec import TableSpec
+from tfps.tables.table import Table
 from tfps.trace.recorder import Recorder
 
 _SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
+_ROW_BYTES = 24  # that a row of a table takes beside itself and its slots
 _ARRAY_BYTES, _TEXT_BYTES, _CHARACTER_BYTES = 128, 128, 4  # that an array, a text and each of its characters take
 
 
@@ -33,7 +37,9 @@ class OwnedBucket:
     @property
     def steps(self) -> int:
         """How many rounds are over, if this pserver owns any slice."""
-        return max((item.round.step for item in self.slices.values() if isinstance(item, RoundSlice)), default=0)
+        items = self.slices.values()
+        rounds = [item.round.step for item in items if isinstance(item, RoundSlice)]
+        return max([*rounds, *(item.step for item in items if isinstance(item, TableSlice))], default=0)
 
     def advance(self, step: int) -> None:
         """Switches to the next cutting if `step` uses it. The step before is over by then, on all pservers."""
@@ -68,8 +74,9 @@ class Shard:
         # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
         parts = workers if self.config.deterministic or self.config.applies_each_push else 1
         copies = workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
+        tables = sum(_table_bytes(spec, pservers) for spec in specs if spec.kind == "table")
         kept = sum(spec.nbytes * (kept_arrays(spec) + copies * (spec.update is not None)) for spec in specs)
-        payload = (sum(spec.nbytes * parts for spec in specs) + kept) // pservers
+        payload = (sum(spec.nbytes * parts for spec in specs) + kept) // pservers + tables
         counts = [spec.nbytes // slice_bytes + 1 for spec in specs]
         slices = sum(counts) + sum(len(found) for bucket in self.buckets for found in bucket.next.values())
         arrays = sum(count * kept_arrays(spec) for count, spec in zip(counts, specs, strict=True))
@@ -93,10 +100,24 @@ class Shard:
                     bucket.scalars = RoundScalars(spec.name, spec.update, step)
             if spec.kind == "sum":
                 bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer, step))
+            elif spec.kind == "table":
+                bucket.slices[0] = self._table(spec, step)
             elif self._placer.place_gather() == self.index:
                 round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes, self._max_memory, step)
                 bucket.slices[0] = GatherSlice(self._recorder, round_, self.sets)
             self.buckets.append(bucket)
+
+    def _table(self, spec: BucketSpec, step: int) -> TableSlice:
+        label, pservers = f"table '{spec.name}'", self.view.pservers
+        if spec.replaces is not None:
+            before = declared(self.buckets, spec.replaces).slices.get(0)
+            if not isinstance(before, TableSlice):
+                raise ConfigError(f"{label} must take the rows of a table, got bucket {spec.replaces}")
+            before.change(TableSpec.parse(spec.table), spec.codec)
+            return before
+        table = Table(TableSpec.parse(spec.table), pservers.index(self.index), len(pservers), label)
+        arguments = self._recorder, label, table, spec.codec, self.sets, self.view, step
+        return TableSlice(*arguments) if self.config.steps_together else AppliesEach(*arguments, bound=self.bound)
 
     def cut_anew(self, layout: Layout) -> None:
         """Prepares the cuttings of `layout`, each from its step on."""
@@ -126,6 +147,9 @@ class Shard:
         """The slices in use, each with its bucket's name."""
         return ((bucket.spec.name, item) for bucket in self.buckets for item in bucket.slices.values())
 
+    def tables(self) -> Iterator[tuple[str, TableSlice]]:
+        return ((name, item) for name, item in self.slices() if isinstance(item, TableSlice))
+
     def async_slices(self) -> Iterator[tuple[str, AsyncSlice]]:
         return ((name, item) for name, item in self.slices() if isinstance(item, AsyncSlice))
 
@@ -150,6 +174,13 @@ class Shard:
             round_ = SumRound(format_, self.view, config.deterministic, cutting.step)
             found[index] = SumSlice(self._recorder, round_, self.sets, parameters, scalars)
         return found
+
+
+def _table_bytes(spec: BucketSpec, pservers: int) -> int:
+    """What the rows of a table take on each of so many pservers, if it says how many it may have."""
+    table = TableSpec.parse(spec.table)
+    rows = table.rows or table.max_rows or 0
+    return -(-rows // pservers) * (table.row_bytes + _ROW_BYTES)
 
 
 def _text_bytes(spec: BucketSpec) -> int:

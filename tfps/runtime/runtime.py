@@ -417,7 +417,20 @@ class Runtime:
         answered: Callable[[], object] = lambda: None,
     ) -> None:
         """Pushes `payload`; calls `answered` when there is a reply, with which the update executor calls `finish`."""
-        spec = self.declared.spec(bucket)
+
+        def begin(on_reply: OnReply) -> None:
+            self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
+
+        self.request(self.declared.spec(bucket), begin, finish, answered)
+
+    def request(
+        self,
+        spec: BucketSpec,
+        begin: Callable[[OnReply], None],
+        finish: OnReply,
+        answered: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Begins what has one reply, about a bucket; see `submit`."""
 
         def apply(reply: Reply) -> None:
             try:
@@ -437,7 +450,7 @@ class Runtime:
         with self._progress:
             self._under_way += 1
         try:
-            self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
+            begin(on_reply)
         except TfpsError:
             answered()
             with self._progress:

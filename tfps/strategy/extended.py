@@ -18,6 +18,7 @@ from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.exchange.interface import Exchange
 from tfps.graph import common_rows
+from tfps.graph.foresight import noting_inputs
 from tfps.graph.ops import HOST
 from tfps.graph.patches import replaced
 from tfps.graph.shares import Counted, LastBatch, counted, current_share, is_reducing_gradients, with_share
@@ -38,6 +39,7 @@ from tfps.keras_hooks.loops import Sharding
 from tfps.keras_hooks.random_numbers import stateful_apart
 from tfps.policies import POLICIES
 from tfps.policies.remote_optimizers import update_eagerly
+from tfps.policies.table_variable import foresee
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
@@ -115,6 +117,8 @@ class Extended(mirrored_strategy.MirroredExtended):
             factor = self.policy.gradient_factor if self._reductions.estimates else 1
             self.guard = Guard(runtime, replicas, factor, codec, config.on_nonfinite)
         self.policy.attach(strategy)
+        if self.staging is not None:
+            self.staging.foresee = functools.partial(foresee, weakref.ref(strategy))
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
@@ -292,6 +296,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         if not self.shards:
             fn = self.sharding.kept_off(fn)
         self._initial_values.agree()
+        fn = noting_inputs(fn)
         if self.last_batch is not None:
             sum_up = functools.partial(self._replica_ctx_all_reduce, _SUM)
             fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)

@@ -12,7 +12,9 @@ tests/programs/test_taught.py, tests/integration/test_local.py and tests/integra
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
@@ -26,11 +28,13 @@ from tfps.keras_hooks.hooks import for_models, replaces
 from tfps.keras_hooks.keras_private import (
     Trainer,
     adopt_optimizer,
+    batch_counter,
     in_symbolic_scope,
     strategy_of_optimizer,
     trained_variables,
 )
 from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow
+from tfps.policies.table_variable import TableVariable, tables_apart
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 from tfps.updates.nonfinite import Guard
 from tfps.updates.variables import GatedVariable, current_replica
@@ -38,6 +42,11 @@ from tfps.updates.variables import GatedVariable, current_replica
 _NONFINITE = "tests/updates/test_nonfinite.py"
 _COMPILING, _TAUGHT = "tests/strategy/test_compiling.py", "tests/programs/test_taught.py"
 _OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
+_AROUND_OTHERS: tuple[type, ...] = tuple(
+    getattr(keras.optimizers, name)
+    for name in ("LossScaleOptimizer", "MultiOptimizer")
+    if hasattr(keras.optimizers, name)
+)
 
 
 @replaces(Trainer, "compile", _COMPILING)
@@ -54,18 +63,27 @@ def _compile(original: Function, strategy: BaseStrategy, model: Model, *args: ob
         return original(model, *args, **options)
 
 
+# What programs have built optimizers for, with tables, which `apply` without variables stands for.
+_built_for: weakref.WeakKeyDictionary[Optimizer, list[Variable]] = weakref.WeakKeyDictionary()
+# The optimizer with a loss scale around another: it does not divide the gradients of tables, as Keras leaves alone what
+# has `overwrite_with_gradient`.
+_scaling: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+
+
 @replaces(_OPTIMIZER, "build", _COMPILING)
 def _build(original: Function, optimizer: Optimizer, variables: Sequence[Variable]) -> object:
     """Adopts an optimizer created outside, and prepares what its updates, gates and checkpoints need."""
-    _prepare(optimizer, variables)
+    _built_for[optimizer] = list(variables)
+    _prepare(optimizer, tables_apart(variables))
     return original(optimizer, variables)
 
 
 @replaces(_SCALING, "build", _COMPILING, "as `Optimizer.build`")
 def _build_with_scaling(original: Function, optimizer: Optimizer, variables: Sequence[Variable]) -> object:
+    _scaling[optimizer.inner_optimizer] = weakref.ref(optimizer)
     with _scope_of(variables):
         built = original(optimizer, variables)
-        _prepare(optimizer, variables)  # with Keras 3.8 it is not built as other optimizers are
+        _prepare(optimizer, tables_apart(variables))  # with Keras 3.8 it is not built as other optimizers are
     return built
 
 
@@ -75,9 +93,7 @@ def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     strategies = {each.distribute_strategy for each in gated}
     if len(strategies) == 1:
         (strategy,) = strategies
-        if not all(map(_distributed, optimizer.variables)):
-            _adopt(optimizer.variables, strategy)
-            adopt_optimizer(optimizer, strategy)
+        adopt(optimizer, strategy)
         strategy.extended.policy.group_gates(gated)
         if isinstance(optimizer, _SCALING):
             for variable in (optimizer.dynamic_scale, optimizer.step_counter):  # no statistics of rows
@@ -93,8 +109,14 @@ def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
 def _apply(
     original: Function, optimizer: Optimizer, grads: Sequence[Value], trainable_variables: Structure = None
 ) -> object:
-    """Exchanges gradients that are applied outside of replica functions, counts local steps, builds in the scope."""
+    """Exchanges gradients that are applied outside of replica functions, counts local steps, builds in the scope; and
+    sends those of tables.
+    """
+    if trainable_variables is None and optimizer.built:
+        trainable_variables = _built_for.get(optimizer)
     variables = None if trainable_variables is None else list(trainable_variables)
+    if not isinstance(optimizer, _AROUND_OTHERS):
+        original = functools.partial(_apply_apart, original)
     trained = trained_variables(optimizer) if variables is None else variables
     gated = (each for each in map(of_tensorflow, trained) if isinstance(each, GatedVariable))
     first = next(gated, None)
@@ -121,7 +143,7 @@ def _apply(
         strategy.extended.agree_outside_run()
         with keras_step(trains=True):
             return strategy.run(lambda: _guarded(strategy, original, optimizer, grads, variables))
-    with policy.step(optimizer, grads, variables):
+    with policy.step(optimizer, *_apart(grads, variables)):
         scales = isinstance(optimizer, _SCALING)  # which builds in the scope by itself
         if variables is not None and not optimizer.built and not scales:
             with _scope_of(variables), keras.name_scope(optimizer.name, caller=optimizer):
@@ -132,6 +154,55 @@ def _apply(
 if hasattr(keras.optimizers, "MultiOptimizer"):
     _TOGETHER = "as `Optimizer.apply`: its optimizers skip a step together"
     replaces(keras.optimizers.MultiOptimizer, "apply", _NONFINITE, _TOGETHER)(_apply)
+
+
+def _divided(scale: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    return tf.cast(values, tf.float32) / scale
+
+
+def _apply_apart(
+    original: Function, optimizer: Optimizer, grads: Sequence[Value], variables: Sequence[Variable] | None
+) -> object:
+    """Sends the gradients of tables, and has Keras' `original` apply the others."""
+    tables = [each for each in variables or () if isinstance(each, TableVariable)]
+    if not tables:
+        return original(optimizer, grads, variables)
+    assert variables is not None
+    if optimizer.use_ema:
+        raise UnsupportedError(
+            f"optimizer {optimizer.name!r} keeps moving averages of variables (use_ema), which rows of tables have "
+            f"not, as those of {tables[0].path!r}; use none in a model with tables"
+        )
+    if not optimizer.built:  # with tables, which later calls may name or not
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+    for each in tables:
+        each.declare(optimizer)  # which may refuse, before anything is updated
+    around = _scaling.get(optimizer, lambda: None)()
+    scales = [each for each in (optimizer.loss_scale_factor, around and around.dynamic_scale) if each is not None]
+    for gradient, variable in zip(grads, variables, strict=True):
+        if isinstance(variable, TableVariable) and gradient is not None:
+            for scale in scales:
+                gradient = with_values(gradient, functools.partial(_divided, tf.cast(scale, tf.float32)))
+            variable.update(gradient, optimizer)
+    for own in {id(each.optimizer): each.optimizer for each in tables if each.optimizer is not None}.values():
+        if own is not optimizer:
+            batch_counter(own).assign_add(1)
+    others, names = _apart(grads, variables)
+    if any(each is not None for each in others):
+        return original(optimizer, others, names)
+    batch_counter(optimizer).assign_add(1)
+    return None
+
+
+def _apart(
+    grads: Sequence[Value], variables: Sequence[Variable] | None
+) -> tuple[Sequence[Value], Sequence[Variable] | None]:
+    """Gradients and variables without those of tables."""
+    if variables is None or len(tables_apart(variables)) == len(variables):
+        return grads, variables
+    others = [pair for pair in zip(grads, variables, strict=True) if not isinstance(pair[1], TableVariable)]
+    return [gradient for gradient, _ in others], [variable for _, variable in others]
 
 
 class _Applying(threading.local):
@@ -200,6 +271,13 @@ def _scope_of(variables: Sequence[Variable]) -> contextlib.AbstractContextManage
 
 def _distributed(variable: Variable) -> bool:
     return isinstance(variable, RemoteVariable) or isinstance(variable.value, tf.distribute.DistributedValues)
+
+
+def adopt(optimizer: Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Makes an optimizer that was created outside of the scope of `strategy` one of it."""
+    if not all(map(_distributed, optimizer.variables)):
+        _adopt(optimizer.variables, strategy)
+        adopt_optimizer(optimizer, strategy)
 
 
 def _adopt(variables: Iterable[Variable], strategy: tf.distribute.Strategy) -> None:

@@ -31,6 +31,7 @@ from tfps.runtime.trace_run import TraceRun, record_unattended
 from tfps.strategy.extended import Extended
 from tfps.strategy.patches import install_all
 from tfps.strategy.preemption import leave_on_sigterm
+from tfps.strategy.table_files import restore_tables, save_tables
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.elastic import ElasticWorker
@@ -217,6 +218,33 @@ class Strategy(BaseStrategy):
         self.extended.compressing.collect()
         if combined and self.extended.states is not None:
             self.extended.states.compare("at a call of combine()")
+
+    def save_tables(self, path: str | pathlib.Path, *, incremental: bool = False) -> None:
+        """Saves the rows and slots of all tables (`tfps.layers.Embedding`) that have been trained or restored.
+
+        The pservers write at the same time, each its own, as this worker's last step has left them; training waits.
+        Every rank may call it: rank 0 has it done. `model.save`, `save_weights` and Keras' callbacks save rows by
+        themselves.
+
+        Args:
+            path: a folder that all pservers can reach, which has one save, of any number of pservers.
+            incremental: add what has changed since the last call with this path, instead of writing all anew.
+
+        Raises:
+            ConfigError: the folder has something else.
+            OSError, TfpsError: a pserver could not write.
+        """
+        save_tables(path, self, incremental=incremental)
+
+    def restore_tables(self, path: str | pathlib.Path) -> None:
+        """Replaces the rows of all tables by what `save_tables` has saved, on any number of pservers.
+
+        Slots, too, if a table's optimizer has the same ones. Every rank must call it.
+
+        Raises:
+            ConfigError: a table is missing there, was of another kind, or a file is damaged.
+        """
+        restore_tables(path, self)
 
     def synchronize(self) -> None:
         """Brings all workers to the same parameters where they do not step together (`Config.mode`; docs/modes.md).

@@ -15,11 +15,11 @@ import numpy as np
 
 from tfps.compression import NONE, Rules
 from tfps.errors import WaitTimeoutError
-from tfps.exchange.codecs import Floats, codec_of
+from tfps.exchange.codecs import Codec, Floats, codec_of
 from tfps.exchange.interface import BucketSpec, Reply
 from tfps.runtime.remote import Ahead
 from tfps.runtime.runtime import Runtime, indivisible, wait
-from tfps.updates.names import common_name
+from tfps.updates.names import common_name, unnumbered
 from tfps.updates.variables import GatedVariable
 
 logger = logging.getLogger("tfps")
@@ -58,6 +58,19 @@ class Compressing:
     def codec(self, variable: GatedVariable) -> str:
         """The codec for gradients of `variable`, if they are dense and not too small."""
         return self._rules.codec(common_name(variable)) if self._runtime.compresses else NONE
+
+    def codec_of_table(self, name: str) -> Codec | None:
+        """The codec for gradients of the rows of the table of this name: one that needs no residual."""
+        codec = codec_of(self._rules.codec(unnumbered(name)) if self._runtime.compresses else NONE)
+        if codec is not None and codec.feeds_back:
+            logger.warning(
+                "tfps: gradients of table %r go as bfloat16, not as %s, whose error feedback would need a residual as "
+                "large as the table",
+                name,
+                codec,
+            )
+            return codec_of("bfloat16")
+        return codec
 
     def declared(self, number: int, spec: BucketSpec, variables: Sequence[GatedVariable]) -> None:
         """Notes a bucket of `variables`, in this order, that has been declared as `number`, maybe before."""

@@ -87,7 +87,7 @@ _LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 128 * 1024
 _UNARY = (
     *("Join", "Declare", "Put", "Get", "Rest", "Take", "Waiting", "Tune"),
     *("Trace", "Clock", "Upload", "Collect", "Status", "Probe", "Leave"),
-    *("Declared", "Ready", "Admit", "Regroup", "Offer"),
+    *("Declared", "Ready", "Admit", "Regroup", "Offer", "SaveRows", "RestoreRows", "PutRows"),
 )
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     name: (getattr(pb, f"{name}Request"), getattr(pb, f"{name}Reply")) for name in _UNARY
@@ -146,6 +146,8 @@ def bucket_message(spec: BucketSpec) -> pb.Bucket:
         occasional=spec.occasional,
         codec=NONE if spec.codec is None else spec.codec.name,
         update="" if spec.update is None else spec.update.text(),
+        table=spec.table,
+        replaces=spec.replaces,
     )
 
 
@@ -160,6 +162,8 @@ def bucket_of(message: pb.Bucket) -> BucketSpec:
         occasional=message.occasional,
         codec=codec_of(message.codec or NONE),
         update=UpdateSpec.parse(message.update) if message.update else None,
+        table=message.table,
+        replaces=message.replaces if message.HasField("replaces") else None,
     )
 
 

@@ -197,6 +197,10 @@ class PushedBucket:
             whole = len(push.copied) == len(self.cutting.slices)
             return Reply(sum=push.buffer, ranks=push.ranks, step=push.step) if whole else None
 
+    def answered(self, pserver: int, header: Header, payload: memoryview) -> tuple[OnReply, Reply] | None:
+        """Takes a frame of a table's answer; see `TableBucket`."""
+        raise ProtocolError(f"bucket '{self.spec.name}' is no table")
+
     def _where(self, pserver: int, header: Header, nbytes: int | None) -> Slice:
         """The slice that a frame has, of `nbytes` unless they are in shared memory."""
         index, codec = header.index, self.spec.codec
@@ -255,14 +259,23 @@ class Incoming:
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
         if header.kind != Kind.REPLY or header.flags & SHARED:
             return None
+        if declared(self._buckets, header.bucket).spec.kind == "table":
+            return None
         bucket, push = self._pushed(header)
         return None if push is None else bucket.place(self._pserver, push, header, nbytes)
 
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        bucket, push = self._pushed(header)
+        bucket, push = declared(self._buckets, header.bucket), None
+        is_table = bucket.spec.kind == "table"
+        if not is_table:
+            bucket, push = self._pushed(header)
         if self._recorder.enabled:
             now_ns = self._recorder.clock()
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
+        if is_table:
+            if (answered := bucket.answered(self._pserver, header, payload)) is not None:
+                answered[0](answered[1])
+            return
         if push is None:
             return
         if (ranks := self._sets.get(header.generation)) is None:

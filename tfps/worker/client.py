@@ -6,6 +6,7 @@ tests/worker/test_async.py, tests/worker/test_worker_starts.py and tests/runtime
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -23,7 +24,8 @@ from google.protobuf.message import Message
 
 from tfps.config import Config
 from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
-from tfps.exchange.interface import BucketSpec, FailureState, Payload, as_bytes, declared
+from tfps.exchange.codecs import Floats
+from tfps.exchange.interface import BucketSpec, FailureState, Payload, SavedRows, as_bytes, declared
 from tfps.exchange.layout import Layout
 from tfps.membership.members import Resumed
 from tfps.membership.view import Membership, View
@@ -32,6 +34,7 @@ from tfps.types import Argument, Array
 from tfps.wire import control
 from tfps.wire.control import STATE_PIECE_BYTES, Pserver
 from tfps.wire.reach import trouble
+from tfps.wire.rows import Ids
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Push, PushedBucket
 
@@ -40,6 +43,7 @@ PATIENCE_S = 5.0  # before a wait is logged
 _AGAIN_S = 60.0  # before a wait for the same ranks is logged again
 _ASK_TIMEOUT_S = 5.0  # for whom a worker waits
 _LEAVE_TIMEOUT_S, _CALL_TIMEOUT_S, _TUNE_TIMEOUT_S = 5.0, 10.0, 30.0
+_ROWS_TIMEOUT_S = 24 * 3600.0  # to save or restore a table: it is as large as disks are slow
 _LOOK_S = 1.0  # interval at which a wait for other ranks checks whether to stop
 _ANSWER_MARGIN_S = 10.0  # by how much a call's deadline exceeds the pserver's
 
@@ -241,6 +245,52 @@ class PserverClient:
             for start in range(first, last, STATE_PIECE_BYTES):
                 place = {**self._me, "bucket": bucket, "slice": index, "number": array, "begin": start - part.offset}
                 yield self.pservers[owner], place, start - begin, min(STATE_PIECE_BYTES, last - start)
+
+    # Tables
+
+    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
+        request = pb.SaveRowsRequest(**self._of_table(table, step), folder=folder, name=name, since=since)
+        found = self._on_all("SaveRows", request)
+        steps, full = [each.step for each in found], all(each.full for each in found)
+        return SavedRows(max(steps), sum(each.rows for each in found), sum(each.nbytes for each in found), full)
+
+    def restore_rows(self, table: int, step: int, folders: Sequence[str], name: str, identity: str) -> SavedRows:
+        request = pb.RestoreRowsRequest(**self._of_table(table, step), folders=folders, name=name, id=identity)
+        found = self._on_all("RestoreRows", request)
+        slots = all(each.slots for each in found)
+        rows, nbytes = sum(each.rows for each in found), sum(each.nbytes for each in found)
+        return SavedRows(max(each.step for each in found), rows, nbytes, slots=slots)
+
+    def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str, owners: Array) -> None:
+        """Replaces rows of `ids`; `owners` says whose each is."""
+        calls = []
+        each = max(STATE_PIECE_BYTES // max(rows[:1].nbytes, 1), 1)
+        for index, pserver in enumerate(self.pservers):
+            own = np.flatnonzero(owners == index)
+            for number, begin in enumerate(range(0, len(own), each)):
+                some = own[begin : begin + each]
+                about = {**self._of_table(table, step), "id": f"{identity}/{number}"}
+                values = np.ascontiguousarray(rows[some], "<f4").tobytes()
+                request = pb.PutRowsRequest(**about, ids=ids[some].astype("<i8").tobytes(), values=values)
+                calls.append((pserver, request))
+        for pserver, request in calls:
+            pserver.call_while(self._goes_on, "PutRows", request, _ROWS_TIMEOUT_S)
+
+    def _of_table(self, table: int, step: int) -> dict[str, Argument]:
+        return {**self._me, "bucket": table, "step": step, "timeout_s": self._config.step_timeout_s}
+
+    def _goes_on(self) -> bool:
+        return self._failures.end is None
+
+    def _on_all(self, name: str, request: Message) -> list[Argument]:
+        """The replies of all pservers, which work at the same time; raises the first error."""
+        self._failures.check()
+        with concurrent.futures.ThreadPoolExecutor(len(self.pservers), "tfps-rows") as pool:
+            calls = [
+                pool.submit(pserver.call_while, self._goes_on, name, request, _ROWS_TIMEOUT_S)
+                for pserver in self.pservers
+            ]
+            return [call.result() for call in calls]
 
     # Other ranks
 

@@ -100,7 +100,7 @@ class ElasticWorker(CurrentWorker, Replaying):
         self._first = self._worker.first_incarnation
         self._is_candidate = self._worker.candidate
         self._declarations = self._worker.declarations
-        self.info = self.state = self.peers = self.joining = self
+        self.info = self.state = self.peers = self.joining = self.tables = self
         self._worker.add_failure_listener(functools.partial(self._failed, self._worker))
 
     def _first_worker(self, rank: int | None, workers: int | None) -> Worker:
@@ -329,8 +329,9 @@ class ElasticWorker(CurrentWorker, Replaying):
         self._failures.add_listener(listener)
 
     def _goes_on(self, error: TfpsError) -> bool:
-        """Whether the job goes on with other pservers after `error`."""
-        return isinstance(error, PserverLostError) and self._failures.end is None
+        """Whether the job goes on with other pservers after `error`: not if they have lost rows of a table."""
+        goes_on = isinstance(error, PserverLostError) and self._failures.end is None
+        return goes_on and not any(spec.kind == "table" for spec in self._worker.specs())
 
     def _offered(self, address: str) -> None:
         """Goes on with the pserver at `address`, too. On a thread of its own, as it tells the others."""

@@ -14,12 +14,27 @@ from tfps.config import Config
 from tfps.errors import ProtocolError, TfpsError
 from tfps.exchange import interface
 from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import BucketSpec, FailureListener, FailureState, Link, OnReply, Payload, Reply, as_bytes
+from tfps.exchange.interface import (
+    BucketSpec,
+    FailureListener,
+    FailureState,
+    Foreseen,
+    Link,
+    OnReply,
+    Payload,
+    Reply,
+    SavedRows,
+    as_bytes,
+)
 from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.update_spec import StepScalars
 from tfps.membership.view import View
+from tfps.tables.files import read_table, write_shard
+from tfps.tables.spec import TableSpec
+from tfps.tables.table import Table
 from tfps.trace.recorder import Recorder
 from tfps.types import Array, Buffer
+from tfps.wire.rows import Ids
 from tfps.wire.shared_memory import aligned_empty
 from tfps.worker.captures import ProcessCaptures
 
@@ -38,10 +53,13 @@ class EmbeddedExchange:
 
     def __init__(self, config: Config | None = None, recorder: Recorder | None = None, rank: int = 0) -> None:
         self.config, self.rank = config or Config(), rank
-        self.info = self.state = self.peers = self.joining = self
+        self.info = self.state = self.peers = self.joining = self.tables = self
         self.specs: list[BucketSpec] = []
         self._failures = FailureState()
         self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
+        self._tables: dict[int, Table] = {}  # by bucket; guarded by _updating
+        self._ahead: defaultdict[int, int] = defaultdict(int)  # by how much a restored table's steps are ahead
+        self._updating = threading.Lock()
         self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None
         self.captures = ProcessCaptures(recorder or Recorder(), lambda: self.specs, self._failures.check)
@@ -61,6 +79,13 @@ class EmbeddedExchange:
         ids = list(range(len(self.specs), len(self.specs) + len(specs)))
         self.specs.extend(specs)
         for bucket, spec in zip(ids, specs, strict=True):
+            if spec.replaces is not None:
+                with self._updating:
+                    self._tables[bucket] = self._tables[spec.replaces]
+                    self._tables[bucket].change(TableSpec.parse(spec.table))
+                    self._ahead[bucket] = self._ahead[spec.replaces]
+            elif spec.kind == "table":
+                self._tables[bucket] = Table(TableSpec.parse(spec.table), label=f"table '{spec.name}'")
             if spec.update is not None:
                 label, viewed = f"bucket '{spec.name}'", spec.codec is not None
                 self._kept[bucket] = ParameterShard(label, spec.update, 0, spec.nbytes, viewed=viewed)
@@ -77,6 +102,59 @@ class EmbeddedExchange:
             on_reply(Reply(sum=self._update(bucket, bytes(spec.nbytes) if view is None else view, step_scalars)))
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload, ranks=(self.rank,)))
+
+    # Tables
+
+    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
+        return None
+
+    def ask(
+        self,
+        table: int,
+        ids: Ids,
+        step: int,
+        on_reply: OnReply,
+        *,
+        trains: bool,
+        complete: bool = False,
+        attempt: int = 0,
+    ) -> None:
+        if (end := self._failures.end) is not None:
+            on_reply(Reply(error=end))
+            return
+        with self._updating:
+            rows = self._table(table).pull(ids)
+        on_reply(Reply(sum=rows.reshape(-1).view(np.uint8), ranks=(self.rank,), step=step))
+
+    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
+        if (end := self._failures.end) is not None:
+            on_reply(Reply(error=end))
+            return
+        with self._updating:
+            kept = self._table(table)
+            scalars = StepScalars.unpack(step_scalars, kept.spec.update)
+            kept.update([(ids, gradients)], scalars, step + self._ahead[table])
+        on_reply(Reply(sum=np.empty(0, np.uint8), ranks=(self.rank,), step=step))
+
+    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
+        found = write_shard(self._table(table), folder, name, since=since, lock=self._updating)
+        return SavedRows(found["step"], found["rows"], found["nbytes"], found["since"] is None)
+
+    def restore_rows(self, table: int, step: int, folders: Sequence[str], name: str, identity: str) -> SavedRows:
+        kept = self._table(table)
+        with self._updating:
+            found = read_table(kept, folders, name)
+            self._ahead[table] = max(kept.step + 1 - step, 0)
+        return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
+
+    def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
+        with self._updating:
+            self._table(table).put(ids, rows)
+
+    def _table(self, number: int) -> Table:
+        if number not in self._tables:
+            raise ProtocolError(f"bucket must be a table, got {number}")
+        return self._tables[number]
 
     def _update(self, bucket: int, gradient: Buffer, step_scalars: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""

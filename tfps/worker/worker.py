@@ -26,7 +26,16 @@ from tfps.errors import (
 )
 from tfps.exchange import interface
 from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import BucketSpec, FailureListener, FailureState, Link, OnReply, Payload, Reply, as_bytes
+from tfps.exchange.interface import (
+    BucketSpec,
+    FailureListener,
+    FailureState,
+    Link,
+    OnReply,
+    Payload,
+    Reply,
+    as_bytes,
+)
 from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
 from tfps.membership.members import Resumed
 from tfps.membership.view import View
@@ -45,6 +54,8 @@ from tfps.worker.captures import WorkerCaptures
 from tfps.worker.client import PserverClient, WaitLog
 from tfps.worker.losses import Losses
 from tfps.worker.newcomer import Newcomer
+from tfps.worker.table_bucket import TableBucket
+from tfps.worker.tables import WorkerTables
 from tfps.worker.tuner import Tuner
 from tfps.worker.under_way import UnderWay
 
@@ -53,7 +64,7 @@ _REJOIN_S = 5.0  # for pservers that have just answered
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
 
 
-class Worker(UnderWay):
+class Worker(UnderWay, WorkerTables):
     """A member of a job on all its pservers. See `Exchange`. The constructor returns when all workers have joined.
 
     It is its own `Info` and `State`. Per pserver one of gRPC's threads or "tfps-send-<i>" sends, and "tfps-recv-<i>"
@@ -106,7 +117,7 @@ class Worker(UnderWay):
         rank = -1 if rank is None else rank
         self._client = PserverClient(self._pservers, config, self._buckets, self._failures, rank, uid)
         self._waits = WaitLog(self._client, self._buckets)
-        self.info = self.state = self.joining = self
+        self.info = self.state = self.joining = self.tables = self
         self.peers = self._client
         self.write, self.read, self.follow = self._client.write, self._client.read, self._client.follow
         self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes
@@ -454,7 +465,14 @@ class Worker(UnderWay):
 
     def _add(self, specs: Sequence[BucketSpec]) -> list[int]:
         first, size, workers = len(self._buckets), self.config.first_slice_bytes, self.view.workers
-        self._buckets.extend(PushedBucket.new(spec, size, self._placer, workers) for spec in specs)
+        for spec in specs:
+            if spec.kind == "table":
+                table = TableBucket.of(spec, self.view.pservers, workers)
+                if spec.replaces is not None:
+                    table.steps = self._buckets[spec.replaces].steps
+                self._buckets.append(table)
+            else:
+                self._buckets.append(PushedBucket.new(spec, size, self._placer, workers))
         for bucket in self._buckets[first:]:
             bucket.before = {} if self.config.outlives_pservers else None
         return list(range(first, len(self._buckets)))

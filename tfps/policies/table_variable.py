@@ -1,0 +1,256 @@
+"""What stands for a table among a model's trainable variables, and how an optimizer updates the table's rows.
+
+Keras asks a tape for the gradient of each trainable variable and gives both to an optimizer. So a table has a variable
+without content: its gradient is `tf.IndexedSlices` of rows, with ids as indices, and an optimizer that gets it sends it
+to the owners of the rows with the scalars of its rule (`strategy/optimizers.py`).
+
+Tested in tests/layers/test_embedding.py and tests/layers/test_optimizers.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfps.config import Config
+from tfps.errors import UnsupportedError
+from tfps.exchange.update_spec import UpdateSpec
+from tfps.graph.patches import BaseStrategy
+from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gradients
+from tfps.graph.tf_private import in_xla, ops
+from tfps.policies.remote_optimizers import READINGS, Reading, step_scalars
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.tables import HostTable
+from tfps.tables.initial import Initial
+from tfps.tables.spec import TableSpec
+from tfps.trace.recorder import Recorder
+from tfps.types import Argument, Array, Optimizer, Structure, Value, Variable
+from tfps.updates.names import unnumbered
+from tfps.worker.embedded import EmbeddedExchange
+
+_OWN = "give the layer an optimizer of its own, such as optimizer=keras.optimizers.Adagrad(0.05)"
+_RULES = {kind: reading for kind, reading in READINGS.items() if kind is not keras.optimizers.Nadam}
+_LIMITS = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+@functools.cache
+def _local_runtime() -> Runtime:
+    """The runtime of all tables of this process that belong to no strategy of tfps: it owns their rows."""
+    runtime = Runtime(EmbeddedExchange(), Recorder(), Config().step_timeout_s)
+    atexit.register(runtime.close)
+    return runtime
+
+
+class TableVariable(keras.Variable):
+    """Stands for a table; float32 [1], always 0. Its gradient is `tf.IndexedSlices` of rows, float32 [n, dim]."""
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        rows: int | None,
+        initial: Initial,
+        seed: int,
+        optimizer: Optimizer | None,
+        settings: dict[str, int | None],  # of admission: fields of TableSpec
+        **options: Argument,
+    ) -> None:
+        super().__init__(initializer="zeros", shape=(1,), dtype="float32", name=name, **options)
+        self.overwrite_with_gradient = True  # so that optimizers keep no slots for it
+        self.strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+        self.dim, self.rows, self.optimizer = dim, rows, optimizer
+        self._initial, self._settings = initial, settings
+        if isinstance(self.strategy, BaseStrategy):
+            extended = self.strategy.extended
+            runtime, replicas = extended.runtime, len(extended.worker_devices)
+        else:
+            runtime, replicas = _local_runtime(), _replicas(self.strategy)
+        self.table = HostTable(runtime, self.path, unnumbered(self.path), dim, initial, seed, replicas)
+        self._seed: Variable | None = None  # rank 0's, when initial values are agreed
+        if isinstance(self.strategy, BaseStrategy):
+            self._seed = tf.Variable(seed, trainable=False, dtype=tf.int64, name=f"{self.path}/seed")
+            self.table.codec = self.strategy.extended.compressing.codec_of_table(self.path)
+        _all[self.table.number] = self
+        if optimizer is not None:
+            update_spec(optimizer, dim)  # which may refuse
+            optimizer.build([])
+
+    @property
+    def _replica(self) -> int:
+        context = tf.distribute.get_replica_context()
+        if context is None or self.strategy is None or context.strategy is not self.strategy:
+            return 0
+        return int(context._replica_id)
+
+    def lookup(self, ids: tf.Tensor) -> tf.Tensor:
+        """Rows of `ids`, int64 [n], each once: float32 [n, dim], differentiable with respect to this variable."""
+        if not tf.executing_eagerly() and in_xla(ops.get_default_graph()):
+            raise UnsupportedError(
+                f"rows of table {self.path!r} are looked up in a function compiled by XLA (jit_compile=True), which cannot "
+                "ask for them; use jit_compile=False"
+            )
+        self._take_seed()
+        rows = self.table.lookup(ids, self._replica)
+        if not self.trainable:
+            return rows
+
+        @tf.custom_gradient
+        def attached(read: tf.Tensor, rows: tf.Tensor) -> Value:
+            def gradient(upstream: Value) -> tuple[tf.IndexedSlices, None]:
+                if isinstance(upstream, tf.IndexedSlices):
+                    upstream = tf.math.unsorted_segment_sum(upstream.values, upstream.indices, tf.size(ids))
+                return tf.IndexedSlices(upstream, ids, tf.constant([1, self.dim], tf.int64)), None
+
+            return tf.identity(rows), gradient
+
+        return attached(tf.convert_to_tensor(self.value), rows)
+
+    def _take_seed(self) -> None:
+        if self._seed is not None:
+            with tf.init_scope():
+                self.table.seed = int(self._seed.values[0].numpy())
+
+    def spec(self, update: UpdateSpec) -> TableSpec:
+        self._take_seed()
+        return TableSpec(self.dim, self.rows, self.table.seed, self._initial, update, **self._settings)
+
+    def declare(self, optimizer: Optimizer) -> None:
+        """Declares how the table is updated; `optimizer` counts if it has none."""
+        self.table.declare(self.spec(update_spec(self.optimizer or optimizer, self.dim)))
+
+    def load(self, ids: Array, rows: Array) -> None:
+        """Replaces rows [n, dim] of `ids`, each once."""
+        if self.table.spec is None:  # its optimizer may not be known yet: it is declared again then
+            plain = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (self.dim,), (False,))
+            self.table.declare(self.spec(plain if self.optimizer is None else update_spec(self.optimizer, self.dim)))
+        self.table.put_rows(ids, rows)
+
+    def update(self, gradient: Value, optimizer: Optimizer) -> None:
+        """Sends this replica's gradient to the owners of the rows, once declared; `optimizer` as there."""
+        optimizer = self.optimizer or optimizer
+        if not isinstance(gradient, tf.IndexedSlices):
+            raise UnsupportedError(f"the gradient of table {self.path!r} must be tf.IndexedSlices, got {gradient!r}")
+        ids, values = _by_id(gradient)
+        if isinstance(self.strategy, BaseStrategy):
+            ids, values = self._counted(ids, values)
+        reading = _RULES[type(optimizer)]
+        scalars = tf.concat([step_scalars(optimizer, reading, optimizer.learning_rate)], 0)
+        self.table.push(ids, values, scalars, self._replica)
+
+    def _counted(self, ids: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What this replica adds to the sum over all: weighed, and nothing if it has no rows of the batch."""
+        share, extended = current_share(), self.strategy.extended
+        if not in_keras_step() and share is None:
+            return ids, values
+        with reducing_gradients(extended._num_replicas_in_sync):
+            count = counted()
+        values = count.weighted(values)
+        if extended._reductions.estimates:
+            (values,) = extended._reductions.estimated([values])
+        if count.has_rows is not None:  # else the row that stands in for none would be one that is trained
+            some = tf.where(count.has_rows, tf.size(ids), 0)
+            ids, values = ids[:some], values[:some]
+        return ids, values
+
+
+_all: weakref.WeakValueDictionary[int, TableVariable] = weakref.WeakValueDictionary()  # by number
+
+
+def all_tables(strategy: tf.distribute.Strategy | None) -> list[TableVariable]:
+    """The tables of a strategy of tfps, or those of none, in the order in which they were created."""
+
+    def is_own(table: TableVariable) -> bool:
+        return (table.strategy if isinstance(table.strategy, BaseStrategy) else None) is strategy
+
+    return [table for _, table in sorted(_all.items()) if is_own(table)]
+
+
+def foresee(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[Structure]) -> None:
+    """Asks for the rows of a batch that has just been staged. Called by a thread that stages."""
+    if (own := strategy()) is not None:
+        for variable in all_tables(own):
+            variable.table.foresee(batches)
+
+
+def tables_apart(variables: Sequence[Variable]) -> list[Variable]:
+    """`variables` without those that stand for tables: what optimizers keep slots for."""
+    return [each for each in variables if not isinstance(each, TableVariable)]
+
+
+def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:
+    """How rows of `dim` floats are updated by `optimizer`.
+
+    Raises:
+        UnsupportedError: it has no rule by row.
+    """
+    kind = type(optimizer)
+    if kind not in _RULES or "update_step" in vars(optimizer):
+        known = ", ".join(each.__name__ for each in _RULES)
+        raise UnsupportedError(
+            f"rows of tables are updated by the rules of Keras' {known}, not of {kind.__module__}.{kind.__name__}, nor "
+            f"of classes derived from these; {_OWN}"
+        )
+    if kind is keras.optimizers.Ftrl and optimizer.learning_rate_power != -0.5:
+        raise UnsupportedError(
+            f"rows of tables know Ftrl with learning_rate_power=-0.5, its default, got {optimizer.learning_rate_power}"
+        )
+    for name in (*_LIMITS, "use_ema", "gradient_accumulation_steps"):
+        if getattr(optimizer, name):
+            raise UnsupportedError(
+                f"an optimizer of tables must have no {name}, which needs all rows or several steps, got "
+                f"{name}={getattr(optimizer, name)!r} of {kind.__name__}; {_OWN}"
+            )
+    reading: Reading = _RULES[kind]
+    constants = {name: float(getattr(optimizer, own)) for name, own in reading.constants.items()}
+    if decays := bool(optimizer.weight_decay):
+        constants["weight_decay"] = float(optimizer.weight_decay)
+    slots = _slots(reading.rule, optimizer)
+    return UpdateSpec(reading.rule, tuple(constants.items()), tuple(slots.items()), (dim,), (decays,))
+
+
+def _slots(rule: str, optimizer: Optimizer) -> dict[str, float]:
+    """The slots of a row and their initial values."""
+    if rule == "sgd":
+        return {"momentum": 0.0} if optimizer.momentum else {}
+    if rule == "adam":
+        return {"momentum": 0.0, "velocity": 0.0, **({"velocity_hat": 0.0} if optimizer.amsgrad else {})}
+    if rule == "rmsprop":
+        more = {"momentum": optimizer.momentum > 0, "average_gradient": optimizer.centered}
+        return {"velocity": 0.0, **{name: 0.0 for name, has in more.items() if has}}
+    if rule == "adagrad":
+        return {"accumulator": float(optimizer.initial_accumulator_value)}
+    if rule == "ftrl":
+        return {"accumulator": float(optimizer.initial_accumulator_value), "linear": 0.0}
+    names = {"adamax": ("momentum", "norm"), "adadelta": ("accumulated_grad", "accumulated_delta_var")}
+    return dict.fromkeys(names.get(rule, ("momentum",)), 0.0)
+
+
+def _by_id(gradient: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
+    """Ids, each once, and the sum of their gradients, float32 [n, dim]; several lookups may have the same."""
+    values = tf.cast(gradient.values, tf.float32)
+    with tf.device("/device:CPU:0"):
+        ids, places = tf.unique(tf.cast(gradient.indices, tf.int64), out_idx=tf.int64)
+    return ids, tf.math.unsorted_segment_sum(values, places, tf.size(ids))
+
+
+def _replicas(strategy: tf.distribute.Strategy | None) -> int:
+    """How many replicas a strategy of TensorFlow has, in this process.
+
+    Raises:
+        UnsupportedError: it has several workers, which would each have their own rows.
+    """
+    if strategy is None:
+        return 1
+    if not isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy)) or isinstance(
+        strategy, tf.distribute.MultiWorkerMirroredStrategy
+    ):
+        raise UnsupportedError(
+            f"a table works under tfps.Strategy, tf.distribute.MirroredStrategy and without a strategy, got "
+            f"{type(strategy).__name__}, whose workers would each have rows of their own"
+        )
+    return int(strategy.num_replicas_in_sync)

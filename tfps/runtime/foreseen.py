@@ -1,0 +1,81 @@
+"""Rows of the next batch, asked for while the step before it computes.
+
+A batch is staged before its step runs, so its ids are known: owners send the rows that the step before does not touch
+at once, and the others when it has been applied. A step whose lookups are not those that were foreseen asks by itself,
+so whatever is foreseen wrongly costs time, not correctness.
+
+Tested in tests/runtime/test_foreseen.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfps.exchange.interface import Foreseen
+
+Ids = NDArray[np.int64]
+_MOST_BATCHES = 8  # that are staged; older ones are of other loops
+
+
+class Ahead:
+    """The batches of one table that have been staged, and what was asked for ahead. Any thread.
+
+    `foresee` asks for rows of a step; None: it does not.
+    """
+
+    def __init__(self, foresee: Callable[[Ids, int], Foreseen | None]) -> None:
+        self._foresee = foresee
+        self._lock = threading.Lock()  # guards all below
+        self._batches: deque[Sequence[Ids]] = deque(maxlen=_MOST_BATCHES)  # by lookup
+        self._asked: list[tuple[Ids, Foreseen]] = []
+        self._step: int | None = None  # for which that was
+        self._waits: int | None = None  # a step whose batch has not been staged yet
+
+    def staged(self, batch: Sequence[Ids]) -> None:
+        """A batch has been staged that has these lookups."""
+        with self._lock:
+            step, self._waits = self._waits, None
+            if step is None:
+                self._batches.append(batch)
+            else:
+                self._ask(batch, step)
+
+    def take(self, ids: Ids, step: int) -> Foreseen | None:
+        """What was asked for ahead for a lookup of `step`, once; None if it was not."""
+        with self._lock:
+            for place, (own, request) in enumerate(self._asked if step == self._step else ()):
+                if np.array_equal(own, ids):
+                    del self._asked[place]
+                    return request
+        return None
+
+    def began(self, step: int, ids: Ids | None) -> None:
+        """All lookups of `step` have come, among them one of `ids` that had not been foreseen; asks for the next."""
+        with self._lock:
+            self._asked, self._step = [], None
+            if ids is not None:
+                own = next((each for each in self._batches if any(np.array_equal(ids, one) for one in each)), None)
+                if own is None and self._batches:
+                    return  # these are of other steps
+                while own is not None and self._batches.popleft() is not own:
+                    pass
+            if self._batches:
+                self._ask(self._batches.popleft(), step + 1)
+            else:
+                self._waits = step + 1
+
+    def clear(self) -> None:
+        """Rows have been replaced: what was asked for ahead does not count."""
+        with self._lock:
+            self._batches.clear()
+            self._asked, self._step, self._waits = [], None, None
+
+    def _ask(self, batch: Sequence[Ids], step: int) -> None:
+        requests = [(ids, self._foresee(ids, step)) for ids in batch]
+        self._asked = [(ids, request) for ids, request in requests if request is not None]
+        self._step = step

@@ -1,0 +1,435 @@
+"""A table on the host side of graphs: messages of lookups and of gradients become requests to the owners of its rows.
+
+Graphs count the steps of a table in a variable, which lookups read and gradients increase: so TensorFlow orders them,
+in loops as well, and each message says its step.
+
+Tested in tests/layers/test_embedding.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from tfps.errors import ConfigError, TfpsError, WaitTimeoutError, to_text
+from tfps.exchange.codecs import Codec, Floats
+from tfps.exchange.interface import BucketSpec, Foreseen, OnReply, Reply, SavedRows
+from tfps.exchange.update_spec import StepScalars
+from tfps.graph import ops as graph_ops
+from tfps.graph.foresight import computed_ahead, given_inputs, tensors_of
+from tfps.graph.ops import HOST, answer
+from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
+from tfps.runtime.foreseen import Ahead
+from tfps.runtime.runtime import Runtime, indivisible, wait
+from tfps.runtime.transfers import UNDECLARED, Pull, Pushed, Transfer
+from tfps.tables.initial import Initial
+from tfps.tables.spec import TableSpec
+from tfps.types import Function, Structure
+
+Ids = NDArray[np.int64]
+_NO_BYTES = np.empty(0, np.uint8)
+_PRIORITY = 0  # a forward pass begins with its rows
+_RUN = "_tfps_run_of_tables"  # of a graph: a number that differs at each run
+_tables, _declarations = itertools.count(), itertools.count()
+_traces = itertools.count()
+
+
+@dataclass(eq=False, slots=True)
+class _Trace:
+    """The lookups of one step of one local replica in one graph, which may be in it several times."""
+
+    number: int
+    lookups: int = 0
+    pushed: bool = False  # whether gradients of them are sent in the same run
+
+
+@dataclass(eq=False, slots=True)
+class _Came:
+    """What has come of a step's gradients, by local replica."""
+
+    parts: dict[int, tuple[Ids, Floats]] = field(default_factory=dict)
+    scalars: bytes = b""
+
+
+class HostTable:
+    """One table, for all graphs and eager code of a process.
+
+    It is declared when it is trained or restored, by all ranks alike; before that rows have their initial values.
+    """
+
+    def __init__(
+        self, runtime: Runtime, name: str, alike: str, dim: int, initial: Initial, seed: int, replicas: int
+    ) -> None:
+        self.runtime, self.name, self.alike, self.dim = runtime, name, alike, dim
+        self._initial, self.seed, self.replicas = initial, seed, replicas
+        self.spec: TableSpec | None = None  # once it is declared
+        self.changes = 0  # how often rows have been replaced, other than by training
+        self.awaits = ""  # the files that its rows must come from first, as a model says that was loaded
+        self.bucket = UNDECLARED
+        self.codec: Codec | None = None
+        self._trains: weakref.ref[tf.Graph] | None = None  # the graph that was traced last to train it
+        self.number = next(_tables)
+        self._lock = threading.Lock()  # guards the next two
+        # The latest of each graph and replica.
+        self._traced: weakref.WeakKeyDictionary[tf.Graph, dict[int, _Trace]] = weakref.WeakKeyDictionary()
+        self._by_number: dict[int, _Trace] = {}
+        self.bucket_spec = BucketSpec((name,), "gather", 0, "uint8", _PRIORITY)  # until it is declared
+        self.ahead = Ahead(self._foresee)
+        self.pulls, self.pushes = _Lookups(self), _Gradients(self)
+        for transfer in (self.pulls, self.pushes):
+            runtime.adopt(transfer, None)
+        with tf.init_scope(), tf.device(HOST):
+            self.steps = [
+                ResourceVariable(0, dtype=tf.int64, trainable=False, name="tfps_table_steps") for _ in range(replicas)
+            ]
+
+    def declare(self, spec: TableSpec) -> None:
+        """Declares it, as every rank must, once, and again if it gets another optimizer: its slots begin anew then."""
+        if self.spec == spec:
+            return
+        replaces = None
+        if self.spec is not None:
+            replaces = self.bucket
+            self._settle()
+        bucket = BucketSpec(
+            (self.name,),
+            "table",
+            0,
+            "float32",
+            _PRIORITY,
+            alike=(self.alike,),
+            codec=self.codec,
+            table=spec.text(),
+            replaces=replaces,
+        )
+        (number,) = self.runtime.buckets([(("table", self.number, next(_declarations)), bucket)])
+        for transfer in (self.pulls, self.pushes):
+            transfer.bucket, transfer.spec = number, bucket
+        self.bucket_spec, self.bucket, self.spec = bucket, number, spec
+
+    # Graphs
+
+    def _trace(self, graph: tf.Graph, replica: int) -> _Trace:
+        """The step that is being traced in `graph`, with one lookup more."""
+        with self._lock:
+            traced = self._traced.setdefault(graph, {})
+            found = traced.get(replica)
+            if found is None or found.pushed:
+                found = traced[replica] = _Trace(next(_traces))
+                self._by_number[found.number] = found
+            found.lookups += 1
+            return found
+
+    def traced(self, number: int) -> _Trace:
+        with self._lock:
+            return self._by_number[number]
+
+    def lookup(self, ids: tf.Tensor, replica: int) -> tf.Tensor:
+        """Rows of `ids`, int64 [n], each once: float32 [n, dim]. In graphs and eagerly."""
+        self.check_restored()
+        if tf.executing_eagerly():
+            rows: Floats = self.ask_now(ids.numpy(), int(self.steps[replica]))
+            return tf.constant(rows)
+        graph = ops.get_default_graph()
+        trace = self._trace(graph, replica)
+        self._lookups_in(graph).append((trace.number, replica, ids, given_inputs()))
+        with tf.device(HOST):
+            if not hasattr(graph, _RUN):  # on the graph itself, which a table of tensors would keep alive
+                with tf.control_dependencies(None):
+                    setattr(graph, _RUN, graph_ops.graph_run())
+            number = tf.constant(trace.number, tf.int64)
+            about = tf.stack([self.steps[replica].read_value(), number, getattr(graph, _RUN)])
+            data, _ = graph_ops.pull(self.runtime.queue, self.pulls.id, graph_ops.to_raw(ids), graph_ops.to_raw(about))
+            rows = tf.reshape(graph_ops.from_raw(data, tf.float32), [-1, self.dim])
+            return tf.ensure_shape(rows, [None, self.dim])
+
+    def push(self, ids: tf.Tensor, gradients: tf.Tensor, scalars: tf.Tensor, replica: int) -> None:
+        """Sends one replica's gradients, float32 [n, dim], of `ids`, int64 [n], each once, and the step's scalars."""
+        if tf.executing_eagerly():
+            packed = StepScalars(0, tuple(scalars.numpy().tolist())).pack()
+            self._came(int(self.steps[replica]), replica, ids.numpy(), gradients.numpy(), packed, now=True)
+            self.steps[replica].assign_add(1)
+            return
+        graphs = outer_graphs(ops.get_default_graph())
+        with self._lock:
+            traces = [found for graph in graphs if (found := self._traced.get(graph, {}).get(replica)) is not None]
+            if len(traces) == 1:
+                traces[0].pushed = True
+                (graph,) = (each for each in graphs if each in self._traced)
+                self._trains = weakref.ref(graph)
+        with tf.device(HOST):
+            counted = [tf.constant(replica, tf.int64), tf.size(scalars, tf.int64)]
+            about = tf.concat(
+                [tf.stack([self.steps[replica].read_value(), *counted]), tf.bitcast(scalars, tf.int64), ids], 0
+            )
+            run = tf.constant(0, tf.int64)
+            sent = graph_ops.send(
+                self.runtime.queue, self.pushes.id, run, graph_ops.to_raw(gradients), graph_ops.to_raw(about)
+            )
+            with tf.control_dependencies([sent]):
+                self.steps[replica].assign_add(1, read_value=False)
+
+    def _lookups_in(self, graph: tf.Graph) -> list[tuple[int, int, tf.Tensor, Sequence[tf.Tensor]]]:
+        """Trace, replica, ids and batch of each lookup in a graph; on the graph itself, which they would keep alive."""
+        name = f"_tfps_lookups_{self.number}"
+        if not hasattr(graph, name):
+            setattr(graph, name, [])
+        found: list[tuple[int, int, tf.Tensor, Sequence[tf.Tensor]]] = getattr(graph, name)
+        return found
+
+    # Ahead of a step
+
+    def foresee(self, batches: Sequence[Structure]) -> None:
+        """Asks for the rows of a batch that has just been staged, given its part for each local replica.
+
+        It is of the graph that was traced last to train the table, or nothing comes of it.
+        """
+        graph = None if self._trains is None else self._trains()
+        if graph is None or self.runtime.alone:
+            return
+        name = f"_tfps_ahead_{self.number}"
+        if not hasattr(graph, name):
+            setattr(graph, name, self._computed_ahead(graph))
+        found: list[Ids] = []
+        for replica, ahead, dtypes in getattr(graph, name):
+            flat = tensors_of(batches[replica])
+            if [each.dtype for each in flat] != dtypes:
+                return
+            found += [each.numpy() for each in ahead(*flat)]
+        if found:
+            self.ahead.staged(found)
+
+    def _computed_ahead(self, graph: tf.Graph) -> list[tuple[int, Function, list[tf.DType]]]:
+        """Per replica what computes its ids from its batch, and the dtypes of that; empty if something else does."""
+        lookups, made = self._lookups_in(graph), []
+        for replica in range(self.replicas):
+            own = [each for each in lookups if each[1] == replica]
+            traces, inputs = {each[0] for each in own}, own[0][3] if own else []
+            # Not several steps in one graph, of which it is not known which batch is whose.
+            ahead = computed_ahead(inputs, [each[2] for each in own]) if len(traces) == 1 and inputs else None
+            if ahead is None:
+                return []
+            made.append((replica, ahead, [each.dtype for each in inputs]))
+        return made
+
+    def _foresee(self, ids: Ids, step: int) -> Foreseen | None:
+        return self.runtime.exchange.tables.foresee(self.bucket, ids, step)
+
+    # Requests
+
+    def initial_values(self, ids: Ids) -> Floats:
+        return self._initial.values(self.seed, ids, self.dim)
+
+    def ask_now(self, ids: Ids, step: int) -> Floats:
+        """Rows as all steps before `step` have left them, [n, dim]; on the calling thread."""
+        if self.bucket == UNDECLARED:
+            return self.initial_values(ids)
+        self._settle()
+        tables = self.runtime.exchange.tables
+        ask = functools.partial(tables.ask, self.bucket, np.array(ids), step, trains=False)
+        return np.asarray(self._now(lambda take: ask(on_reply=take)).sum).view(np.float32).reshape(-1, self.dim)
+
+    @property
+    def step(self) -> int:
+        """How many steps this worker has taken."""
+        return int(self.steps[0].numpy())
+
+    def check_restored(self) -> None:
+        """Raises ConfigError if the rows of a model that was loaded have not been restored."""
+        if self.awaits:
+            raise ConfigError(
+                f"the rows of table {self.name!r} are not in the file that the model was loaded from, but beside it in "
+                f"{self.awaits}: load it by keras.models.load_model(path) or model.load_weights(path), with the folder "
+                "path + '.tables' beside the file"
+            )
+
+    def read_rows(self, ids: Ids) -> Floats:
+        """The rows of `ids`, which may repeat, as this worker's steps have left them: float32 [n, dim]."""
+        self.check_restored()
+        unique, places = np.unique(ids, return_inverse=True)
+        return self.ask_now(unique, self.step)[places.reshape(-1)]
+
+    def save(self, folder: str, name: str, since: int | None = None) -> SavedRows:
+        """Writes files; see `Tables.save_rows`. It must have been declared."""
+        self.check_restored()
+        self._settle()
+        return self.runtime.exchange.tables.save_rows(self.bucket, self.step, folder, name, since)
+
+    def restore(self, folders: Sequence[str], name: str, identity: str) -> SavedRows:
+        """Replaces all rows; see `Tables.restore_rows`. It must have been declared."""
+        self._settle()
+        found = self.runtime.exchange.tables.restore_rows(self.bucket, self.step, folders, name, identity)
+        self.awaits, self.changes = "", self.changes + 1
+        self.ahead.clear()
+        return found
+
+    def put_rows(self, ids: Ids, rows: Floats) -> None:
+        """Replaces rows [n, dim] of `ids`, each once. It must have been declared."""
+        self._settle()
+        self.changes += 1
+        self.ahead.clear()
+        identity = f"{self.changes}/{zlib.crc32(rows.data, zlib.crc32(ids.data))}"
+        self.runtime.exchange.tables.put_rows(self.bucket, self.step, ids, rows, identity)
+
+    def _settle(self) -> None:
+        """Waits until what graphs have sent has been answered: it comes first."""
+        if not self.runtime.settle(2 * self.runtime.wait_s):
+            raise WaitTimeoutError(f"updates under way did not end within {2 * self.runtime.wait_s:.0f} s")
+
+    def _now(self, begin: Callable[[Callable[[Reply], None]], None]) -> Reply:
+        done, replies = threading.Event(), list[Reply]()
+
+        def take(reply: Reply) -> None:
+            replies.append(reply)
+            done.set()
+
+        begin(take)
+        limit_s = 2 * self.runtime.wait_s  # the exchange fails earlier and says why
+        if not wait(done, limit_s):
+            raise WaitTimeoutError(f"no reply for table {self.name!r} within {limit_s:.0f} s")
+        if replies[0].error is not None:
+            raise replies[0].error
+        return replies[0]
+
+    def _came(self, step: int, replica: int, ids: Ids, gradients: Floats, scalars: bytes, *, now: bool) -> None:
+        """One replica's gradients of a step; the last of them sends all."""
+        came = self.pushes.came.setdefault(step, _Came())
+        came.parts[replica], came.scalars = (ids, gradients), scalars
+        if len(came.parts) < self.replicas:
+            return
+        del self.pushes.came[step]
+        ids, gradients = summed([came.parts[each] for each in sorted(came.parts)], self.dim)
+        tables = self.runtime.exchange.tables
+        add = functools.partial(tables.add, self.bucket, ids, gradients, step, scalars)
+        if now:
+            with indivisible(self.runtime.exchange, self.name):
+                self._settle()
+                self._now(add)
+        else:
+            self.runtime.request(self.bucket_spec, add, self.pushes.done)
+
+    def align(self) -> None:
+        """Counts steps as the exchange does, with nothing under way: when this worker takes part in a job under way."""
+        self.ahead.clear()
+        if self.bucket != UNDECLARED:
+            for steps in self.steps:
+                steps.assign(self.runtime.exchange.state.steps(self.bucket))
+
+
+class _Lookups(Pull):
+    """Messages of lookups: ids, and the step and the trace that they belong to."""
+
+    exchanges = False
+
+    def __init__(self, table: HostTable) -> None:
+        super().__init__(table.bucket_spec)
+        self._table = table
+        self._run = 0  # of the graph that has asked last,
+        self._came: Counter[int] = Counter()  # and the lookups of it that have come, by trace
+        self._step, self._attempt = -1, 0  # the last step, and how often it has begun again
+        self._over = False  # whether all its lookups have come
+        self._unforeseen: Ids | None = None  # of one of its lookups, if there was any
+
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+        results, table = self.waiting.pop(), self._table
+        try:
+            ids = np.array(np.frombuffer(memoryview(data), np.int64))
+            step, number, run = np.frombuffer(memoryview(indices), np.int64).tolist()
+            if table.bucket == UNDECLARED:
+                rows = table.initial_values(ids).reshape(-1).view(np.uint8)
+                answer(results, ["", graph_run, tf.constant(rows), _NO_BYTES])
+                return
+            trains, complete = self._counted(step, number, run)
+            self._ask(ids, step, trains, complete, functools.partial(self._finish, results, graph_run))
+        except TfpsError as error:
+            answer(results, [to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])
+            raise
+
+    def _ask(self, ids: Ids, step: int, trains: bool, complete: bool, finish: OnReply) -> None:
+        runtime, bucket, ahead = self._table.runtime, self._table.bucket, self._table.ahead
+        ask = functools.partial(runtime.exchange.tables.ask, bucket, step=step, trains=trains, attempt=self._attempt)
+        foreseen = ahead.take(ids, step) if trains else None
+        if foreseen is None:
+            self._unforeseen = ids if trains else self._unforeseen
+            runtime.request(self.spec, lambda take: ask(ids, on_reply=take, complete=complete), finish)
+        else:
+            runtime.request(self.spec, foreseen.wait, finish)
+            if complete:
+                runtime.request(self.spec, lambda take: ask(ids[:0], on_reply=take, complete=True), lambda reply: None)
+        if complete:
+            unforeseen, self._unforeseen = self._unforeseen, None
+            ahead.began(step, unforeseen)
+
+    def _counted(self, step: int, number: int, run: int) -> tuple[bool, bool]:
+        """Whether gradients of this lookup may follow in its run, and whether it is the last of all replicas."""
+        trace = self._table.traced(number)
+        if not trace.pushed:
+            return False, False
+        if step != self._step:
+            self._step, self._attempt = step, 0
+        elif self._over or run != self._run:
+            self._attempt += 1
+        if run != self._run:
+            self._run, self._came, self._unforeseen = run, Counter(), None
+        self._over = False
+        self._came[number] += 1
+        done = [each for each, came in self._came.items() if came == self._table.traced(each).lookups]
+        if len(done) < self._table.replicas:
+            return True, False
+        self._over = True
+        for each in done:
+            del self._came[each]  # the next step of this run, if it has several
+        return True, True
+
+    def _finish(self, results: tf.Tensor, graph_run: tf.Tensor, reply: Reply) -> None:
+        if reply.error is not None:
+            answer(results, [to_text(reply.error), np.int64(0), _NO_BYTES, _NO_BYTES])
+        else:
+            answer(results, ["", graph_run, graph_ops.tensor_of(np.asarray(reply.sum)), _NO_BYTES])
+
+    def fail(self, error: TfpsError) -> None:
+        """The graph has been told."""
+
+
+class _Gradients(Transfer):
+    """Messages with gradients: rows, and the step, the replica, the step's scalars and the ids."""
+
+    exchanges = False
+
+    def __init__(self, table: HostTable) -> None:
+        super().__init__(UNDECLARED, table.bucket_spec)
+        self._table = table
+        self.came: dict[int, _Came] = {}  # by step
+
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> Pushed | None:
+        about = np.frombuffer(memoryview(indices), np.int64)
+        step, replica, count = about[:3].tolist()
+        scalars = StepScalars(0, tuple(about[3 : 3 + count].view(np.float64).tolist())).pack()
+        ids = np.array(about[3 + count :])
+        gradients = np.frombuffer(memoryview(data), np.float32).reshape(len(ids), self._table.dim)
+        self._table._came(step, replica, ids, gradients, scalars, now=False)
+        return None
+
+    def done(self, reply: Reply) -> None:
+        """All ranks' gradients have been applied, or the exchange has failed, which others say."""
+
+
+def summed(parts: Sequence[tuple[Ids, Floats]], dim: int) -> tuple[Ids, Floats]:
+    """The sum by id of what several replicas have, added in their order; of one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    ids = np.unique(np.concatenate([ids for ids, _ in parts]))
+    total = np.zeros((len(ids), dim), np.float32)
+    for own, gradients in parts:
+        total[np.searchsorted(ids, own)] += gradients
+    return ids, total
