@@ -340,3 +340,62 @@ def not_finite(job: Job) -> Results:
     model.fit(x, y, sample_weight=heavy, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     steps = [model.optimizer.iterations.numpy(), made[1].optimizer.iterations.numpy()]
     return {**rows_of(*made), "steps": np.array(steps)}
+
+
+def independent(job: Job) -> Results:
+    """Workers step by themselves: training learns, and all read the same rows once they have met."""
+    x, y = data(240)
+    made: list[Layer] = []
+
+    def build() -> Model:
+        made.extend([table(), table(None, optimizer=OPTIMIZERS["adagrad"]())])
+        return words_model(*made)
+
+    model = compiled(job, build, OPTIMIZERS["adam"])
+    y = x[:, 0] % 10  # which can be learnt
+    fit = model.fit(x, y, batch_size=BATCH, epochs=8, shuffle=False, verbose=0)
+    assert job.strategy is not None
+    job.strategy.synchronize()
+    found = rows_of(*made)
+    assert all(np.isfinite(each).all() for each in found.values())
+    losses = fit.history["loss"]
+    assert losses[-1] < 0.9 * losses[0], losses
+    return {f"ranks {name}": each for name, each in found.items()}
+
+
+def _refused(job: Job, tables: Callable[[], list[Layer]], rows: int = 48, **options: Argument) -> Results:
+    """What `fit` raises: of which class, and what it says."""
+    try:
+        fitted(job, "adagrad", rows, tables, **options)
+    except Exception as error:
+        return {"own refused": (type(error).__mro__[0].__name__, str(error))}
+    return {"own refused": ("", "")}
+
+
+def different(job: Job) -> Results:
+    """The ranks' tables have different sizes."""
+    return _refused(job, lambda: [tfps.layers.Embedding(None, DIM + job.rank, name="users", **SPEC)])
+
+
+def out_of_range(job: Job) -> Results:
+    """The last rank has an id that the table has not."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, ROWS, (60, 6))
+    x[30, 2] = ROWS + 7
+    made: list[Layer] = []
+
+    def build() -> Model:
+        made.append(tfps.layers.Embedding(ROWS, DIM, name="users", **SPEC))
+        return words_model(*made)
+
+    model = compiled(job, build, OPTIMIZERS["adam"])
+    try:
+        model.fit(x, x[:, 0] % 10, batch_size=BATCH, shuffle=False, verbose=0)
+    except Exception as error:
+        return {"own refused": (type(error).__name__, str(error))}
+    return {"own refused": ("", "")}
+
+
+def too_large(job: Job) -> Results:
+    """A table that a pserver has no memory for."""
+    return _refused(job, lambda: [tfps.layers.Embedding(None, DIM, max_rows=10**9, name="users", **SPEC)])

@@ -1,4 +1,4 @@
-"""Models of keras_rs with tables of tfps: alone, and with two and three workers, whose results are those of one process.
+"""Models of keras_rs with tables of tfps: with two and three workers they end as in one process.
 
 Only the one whose negatives are the other rows of a batch ends near that, and equal on all ranks.
 """
@@ -20,7 +20,7 @@ pytestmark = [
         importlib.util.find_spec("keras_rs") is None, reason="needs keras_rs: pip install -e '.[models]'"
     ),
 ]
-PROGRAMS = ["dlrm", "sasrec"]
+PROGRAMS = ["ranking", "dlrm", "ragged", "retrieval", "retrieval_by_index", "gru4rec", "sasrec"]
 
 
 @pytest.fixture(scope="module")

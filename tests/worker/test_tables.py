@@ -295,21 +295,32 @@ def test_saved_rows_come_back_on_any_number_of_pservers(pservers: int, cluster: 
     np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 2).wait()), reference.pull(EVERY))
 
 
-def test_what_two_ranks_restore_is_restored_once(cluster: Cluster, tmp_path: Path) -> None:
-    members = jobs.job(cluster, 2, bucket())
+def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = jobs.job(cluster, 2, bucket(), config=dataclasses.replace(CONFIG, step_timeout_s=0.5))
     ones = np.ones((1, 3), np.float32)
-    for worker in members:
+    for worker in (first, second):
         added(worker, ids_of(4), ones, 0)
-    members[0].save_rows(0, 1, str(tmp_path), "user", None)
-    saved = rows_of(asked(members[0], ids_of(4), 1).wait())
-    members[0].put_rows(0, 1, ids_of(4), ones, "put")
-    members[0].restore_rows(0, 1, [str(tmp_path)], "user", "an id")
-    members[0].put_rows(0, 1, ids_of(4), 2 * ones, "put again")
-    members[1].put_rows(0, 1, ids_of(4), ones, "put")  # each is what the first rank has had done
-    members[1].restore_rows(0, 1, [str(tmp_path)], "user", "an id")
-    np.testing.assert_array_equal(rows_of(asked(members[0], ids_of(4), 1).wait()), 2 * ones)
-    members[0].restore_rows(0, 1, [str(tmp_path)], "user", "an id")
-    np.testing.assert_array_equal(rows_of(asked(members[0], ids_of(4), 1).wait()), saved)
+    first.save_rows(0, 1, str(tmp_path), "user", None)
+    saved = rows_of(asked(first, ids_of(4), 1).wait())
+    arguments = 0, 1, [str(tmp_path)], "user", "an id"
+    with pytest.raises(WaitTimeoutError, match="rank 1"):
+        first.put_rows(0, 1, ids_of(4), ones, "put")
+    np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), saved)
+    for _ in range(2):  # what has been restored may be restored again
+        jobs.together(*(lambda each=each: each.put_rows(0, 1, ids_of(4), ones, "put") for each in (first, second)))  # type: ignore[misc]
+        np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), ones)
+        jobs.together(*(lambda each=each: each.restore_rows(*arguments) for each in (first, second)))  # type: ignore[misc]
+        np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), 1).wait()), saved)
+
+
+def test_one_rank_restores_alone_what_others_wait_for(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = jobs.job(cluster, 2, bucket())
+    ones = np.ones((1, 3), np.float32)
+    for worker in (first, second):
+        added(worker, ids_of(4), ones, 0)
+    first.save_rows(0, 1, str(tmp_path), "user", None)
+    restored = first.restore_rows(0, 1, [str(tmp_path)], "user", "an id", alone=True)
+    assert restored.rows == 1
 
 
 def test_gradients_that_come_while_rows_are_saved_are_applied_after_that(cluster: Cluster) -> None:

@@ -258,14 +258,21 @@ class Tables(Protocol):
         As all steps before `step` have left them; the owners write at the same time, each its own.
         """
 
-    def restore_rows(self, table: int, step: int, folders: Sequence[str], name: str, identity: str) -> SavedRows:
-        """Replaces all rows by those of a full save and those after it. ConfigError: these do not fit, or are damaged.
+    def restore_rows(
+        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, *, alone: bool = False
+    ) -> SavedRows:
+        """Replaces all rows by those of a full save and those after it, once, when all ranks have called it.
 
-        Each rank may call it: what `identity` names is restored once.
+        Args:
+            identity: names what is restored; each rank calls it with the same.
+            alone: other ranks need not call it: they read nothing meanwhile.
+
+        Raises:
+            ConfigError: the files do not fit, or are damaged.
         """
 
     def put_rows(self, table: int, step: int, ids: NDArray[np.int64], rows: NDArray[np.float32], identity: str) -> None:
-        """Replaces some rows [n, dim]; likewise."""
+        """Replaces some rows [n, dim], once, when all ranks have called it with the same identity."""
 
 
 class Peers(Protocol):

@@ -195,7 +195,11 @@ def _restore_backup(
     restores = strategy.rank == 0 and not strategy.extended.exchange.joining.candidate
     if restores:
         restored = tf.io.gfile.exists(str(callback._weights_path))  # Keras looks for it, too
-        original(callback, *args, **options)
+        before = restores_alone.set(True)
+        try:
+            original(callback, *args, **options)
+        finally:
+            restores_alone.reset(before)
     if strategy.num_workers > 1:
         _take_from_first_rank(strategy, model, restored)
     for state in _states_of(strategy, model):
@@ -264,6 +268,8 @@ def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) 
 
 _saving = contextvars.ContextVar("saving", default=False)  # whether a call that saves is under way
 _around = contextvars.ContextVar("around", default=False)  # whether `saved_beside` has been entered
+# Whether this rank restores what others then take from it, and wait for.
+restores_alone = contextvars.ContextVar("restores_alone", default=False)
 # What folders above save beside a model's file, or restore: each is called with the model and the path.
 saved_beside: list[Callable[[Model, StrPath], contextlib.AbstractContextManager[object]]] = []
 loaded_beside: list[Callable[[Model, StrPath], object]] = []

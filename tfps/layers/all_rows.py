@@ -24,8 +24,8 @@ class AllRows:
         """ValueError: the table has no number of rows; `layer` is the name of its layer."""
         if rows.rows is None:
             raise ValueError(
-                f"layer {layer!r}: there is no tensor of all rows of a table for any id, which has no last one; look up "
-                "those of known ids"
+                f"layer {layer!r}: there is no tensor of all rows of a table for any id, which has no last one; look "
+                "up those of known ids"
             )
         self.shape = tf.TensorShape([rows.rows, rows.dim])
         self._rows = rows

@@ -8,6 +8,8 @@ Tested in tests/layers/test_distributed.py and tests/models/test_keras_rs.py.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -99,7 +101,7 @@ class DistributedEmbedding(keras.layers.Layer):
             ValueError: they are not structured as `feature_configs`.
         """
         given = {"inputs": inputs} if weights is None else {"inputs": inputs, "weights": weights}
-        return {_PREPROCESSED: {_PLACEMENT: {name: self._features.by_path(name, each) for name, each in given.items()}}}
+        return {_PREPROCESSED: {_PLACEMENT: {name: self._features.by_name(name, each) for name, each in given.items()}}}
 
     def call(self, inputs: Structure, weights: Structure = None, training: bool = False) -> Structure:
         given = self._features.given(inputs, weights)
@@ -122,14 +124,10 @@ class DistributedEmbedding(keras.layers.Layer):
         return {name: tf.convert_to_tensor(table.embeddings) for name, table in self._tables.items()}
 
     def compute_output_shape(self, input_shapes: Structure) -> Structure:
-        def reduced(config: FeatureConfig, shape: Argument) -> tuple[int | None, ...]:
-            return config.reduced(config.check(shape, exactly=False))
-
         if _is_preprocessed(input_shapes):
-            input_shapes = self._features.of_paths(input_shapes[_PREPROCESSED][_PLACEMENT]["inputs"])
-        structure = self._features.structure
-        with _about(f"input shapes of layer {self.name!r}"):
-            return keras.tree.map_structure_up_to(structure, reduced, structure, input_shapes)
+            input_shapes = self._features.of_names(input_shapes[_PREPROCESSED][_PLACEMENT]["inputs"])
+        shapes = self._features.shapes(input_shapes)
+        return self._features.packed([config.reduced(config.check(shape, exactly=False)) for config, shape in shapes])
 
     def compute_output_spec(self, inputs: Structure, weights: Structure = None, training: bool = False) -> Structure:
         specs: list[Value] = []
@@ -211,37 +209,52 @@ class _Given(NamedTuple):
 class _Features:
     """The features of a layer in the structure that they came in, flat, and by path.
 
-    An object, as Keras and TensorFlow would put lists and dicts of a layer into containers of theirs.
+    An object, as Keras and TensorFlow would put lists and dicts of a layer into containers of theirs. A list and a
+    tuple are alike: files of models have lists only.
     """
 
     def __init__(self, given: Structure, stacking: Argument) -> None:
         self.structure = own_configs(given)
         with_paths = keras.tree.flatten_with_path(self.structure)
         self.configs: list[FeatureConfig] = [config for _, config in with_paths]
-        self._paths = [".".join(map(str, path)) for path, _ in with_paths]
+        self._paths: list[tuple[str | int, ...]] = [path for path, _ in with_paths]
+        self._names = [".".join(map(str, path)) for path in self._paths]
         self.tables = list(dict.fromkeys(each.table for each in self.configs))
         self.stacking = _checked_stacking(stacking, [each.name for each in self.tables])
 
     def flat(self, what: str, values: Structure) -> list[Value]:
         """One value for each feature. ValueError: `values` have another structure."""
+        with_paths = keras.tree.flatten_with_path(values)
+        if [path for path, _ in with_paths] != self._paths:
+            raise self._other_structure(what, [".".join(map(str, path)) for path, _ in with_paths])
+        return [value for _, value in with_paths]
+
+    def shapes(self, values: Structure) -> list[tuple[FeatureConfig, Argument]]:
+        """Each feature with its shape, a list or tuple within `values`."""
+
+        def within(path: Sequence[str | int]) -> Argument:
+            return functools.reduce(operator.getitem, path, values)
+
         try:
-            keras.tree.assert_same_structure(self.structure, values)
-        except (ValueError, TypeError) as error:
-            names = keras.tree.map_structure(lambda each: each.name, self.structure)
-            raise ValueError(f"{what} must have the structure of feature_configs, {names}: {error}") from error
-        return list(keras.tree.flatten(values))
+            return [(config, within(path)) for config, path in zip(self.configs, self._paths, strict=True)]
+        except (LookupError, TypeError) as error:
+            raise self._other_structure("inputs", values) from error
+
+    def _other_structure(self, what: str, got: object) -> ValueError:
+        return ValueError(f"{what} must have the structure of feature_configs, with {self._names}, got {got}")
 
     def packed(self, values: list[Value]) -> Structure:
         return keras.tree.pack_sequence_as(self.structure, values)
 
-    def by_path(self, what: str, values: Structure) -> dict[str, Value]:
-        return dict(zip(self._paths, self.flat(what, values), strict=True))
+    def by_name(self, what: str, values: Structure) -> dict[str, Value]:
+        """As keras_rs preprocesses `values`."""
+        return dict(zip(self._names, self.flat(what, values), strict=True))
 
-    def of_paths(self, values: dict[str, Value]) -> Structure:
-        """The reverse of `by_path`."""
-        if set(values) != set(self._paths):
-            raise ValueError(f"preprocessed inputs must be of features {self._paths}, got {list(values)}")
-        return self.packed([values[path] for path in self._paths])
+    def of_names(self, values: dict[str, Value]) -> Structure:
+        """The reverse of `by_name`."""
+        if set(values) != set(self._names):
+            raise ValueError(f"preprocessed inputs must be of features {self._names}, got {list(values)}")
+        return self.packed([values[name] for name in self._names])
 
     def given(self, inputs: Structure, weights: Structure) -> list[_Given]:
         """What a call has, preprocessed or not."""
@@ -249,8 +262,8 @@ class _Features:
             if weights is not None:
                 raise ValueError("weights of preprocessed inputs are within these: give them to preprocess()")
             within = inputs[_PREPROCESSED][_PLACEMENT]
-            inputs = self.of_paths(within["inputs"])
-            weights = self.of_paths(within["weights"]) if "weights" in within else None
+            inputs = self.of_names(within["inputs"])
+            weights = self.of_names(within["weights"]) if "weights" in within else None
         ids = self.flat("inputs", inputs)
         each_weights = [None] * len(ids) if weights is None else self.flat("weights", weights)
         return list(map(_Given, self.configs, ids, each_weights))

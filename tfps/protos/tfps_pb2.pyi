@@ -556,7 +556,8 @@ class RestoreRowsReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., nbytes: _Optional[int] = ..., slots: bool = ...) -> None: ...
 
 class RestoreRowsRequest(_message.Message):
-    __slots__ = ["bucket", "folders", "id", "incarnation", "name", "rank", "step", "timeout_s"]
+    __slots__ = ["alone", "bucket", "folders", "id", "incarnation", "name", "rank", "step", "timeout_s"]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     FOLDERS_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -565,6 +566,7 @@ class RestoreRowsRequest(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    alone: bool
     bucket: int
     folders: _containers.RepeatedScalarFieldContainer[str]
     id: str
@@ -573,7 +575,7 @@ class RestoreRowsRequest(_message.Message):
     rank: int
     step: int
     timeout_s: float
-    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folders: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folders: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., alone: bool = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ["bucket", "rank", "ranks"]
@@ -702,7 +704,7 @@ class Snapshot(_message.Message):
     def __init__(self, bucket: _Optional[int] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., part: bool = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ["buckets", "changes", "cpu_s", "errors", "failure", "generation", "job", "jobs", "joined_workers", "lost_workers", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]
+    __slots__ = ["buckets", "changes", "cpu_s", "errors", "failure", "generation", "job", "jobs", "joined_workers", "lost_workers", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "tables", "uptime_s", "version", "workers"]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
@@ -721,6 +723,7 @@ class StatusReply(_message.Message):
     SHARD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -742,10 +745,11 @@ class StatusReply(_message.Message):
     shard_bytes: int
     slices: int
     state: str
+    tables: _containers.RepeatedCompositeFieldContainer[TableStatus]
     uptime_s: float
     version: str
     workers: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., jobs: _Optional[int] = ..., job: _Optional[str] = ..., workers: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., buckets: _Optional[int] = ..., slices: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., open_slices: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[ErrorCount, _Mapping]]] = ..., generation: _Optional[int] = ..., present: _Optional[_Iterable[int]] = ..., changes: _Optional[_Iterable[str]] = ..., lost_workers: _Optional[int] = ..., joined_workers: _Optional[int] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., jobs: _Optional[int] = ..., job: _Optional[str] = ..., workers: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., buckets: _Optional[int] = ..., slices: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., open_slices: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[ErrorCount, _Mapping]]] = ..., generation: _Optional[int] = ..., present: _Optional[_Iterable[int]] = ..., changes: _Optional[_Iterable[str]] = ..., lost_workers: _Optional[int] = ..., joined_workers: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ["details", "incarnation"]
@@ -754,6 +758,36 @@ class StatusRequest(_message.Message):
     details: bool
     incarnation: str
     def __init__(self, incarnation: _Optional[str] = ..., details: bool = ...) -> None: ...
+
+class TableStatus(_message.Message):
+    __slots__ = ["asked_rows", "bucket", "early_rows", "evicted_rows", "expired_rows", "gradient_rows", "made_rows", "memory_bytes", "name", "refused_rows", "rows", "updated_rows", "updates"]
+    ASKED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    EARLY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MADE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    UPDATED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    asked_rows: int
+    bucket: int
+    early_rows: int
+    evicted_rows: int
+    expired_rows: int
+    gradient_rows: int
+    made_rows: int
+    memory_bytes: int
+    name: str
+    refused_rows: int
+    rows: int
+    updated_rows: int
+    updates: int
+    def __init__(self, bucket: _Optional[int] = ..., name: _Optional[str] = ..., rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., updates: _Optional[int] = ..., asked_rows: _Optional[int] = ..., early_rows: _Optional[int] = ..., gradient_rows: _Optional[int] = ..., updated_rows: _Optional[int] = ..., made_rows: _Optional[int] = ..., evicted_rows: _Optional[int] = ..., expired_rows: _Optional[int] = ..., refused_rows: _Optional[int] = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ["failure", "number"]

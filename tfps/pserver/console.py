@@ -45,6 +45,35 @@ def rates(before: pb.MemberStatus | None, now: pb.MemberStatus, seconds: float) 
     )
 
 
+class TableRates(NamedTuple):
+    """What happens to a table: between two status requests, or so far if it was not updated in between."""
+
+    asked_rows_per_update: float = 0.0
+    early: float = 0.0  # part of the rows asked for that were answered before the step before had been applied
+    gradient_rows_per_update: float = 0.0
+    updated_rows_per_update: float = 0.0  # each once
+    admitted: float = 1.0  # part of these that had a row, or got one
+
+
+def table_rates(before: pb.TableStatus | None, now: pb.TableStatus) -> TableRates:
+    if before is None or before.updates >= now.updates:
+        before = pb.TableStatus()
+    more = {field.name: getattr(now, field.name) - getattr(before, field.name) for field in _COUNTS}
+    updates, asked, updated = (more[name] for name in ("updates", "asked_rows", "updated_rows"))
+    if not updates:
+        return TableRates(early=more["early_rows"] / asked if asked else 0.0)
+    return TableRates(
+        asked / updates,
+        more["early_rows"] / asked if asked else 0.0,
+        more["gradient_rows"] / updates,
+        updated / updates,
+        1 - more["refused_rows"] / updated if updated else 1.0,
+    )
+
+
+_COUNTS = [field for field in pb.TableStatus.DESCRIPTOR.fields if field.name != "name"]
+
+
 class Look(NamedTuple):
     """Two successive statuses of a pserver."""
 
@@ -70,16 +99,23 @@ class Look(NamedTuple):
             for member in self.now.members
         ]
 
+    def tables(self) -> list[tuple[pb.TableStatus, TableRates]]:
+        """Every table, and what happens to it."""
+        same_job = self.before.jobs == self.now.jobs
+        earlier = {(table.bucket, table.name): table for table in self.before.tables if same_job}
+        return [(table, table_rates(earlier.get((table.bucket, table.name)), table)) for table in self.now.tables]
+
     def as_json(self) -> dict[str, Json]:
         def values(of: Message, names: Iterable[str] = ()) -> dict[str, Json]:
             return {name: getattr(of, name) for name in names or (field.name for field in of.DESCRIPTOR.fields)}
 
         members = [{**values(each), **rate._asdict(), "steps_behind": behind} for each, rate, behind in self.members()]
+        tables = [{**values(each), **rate._asdict()} for each, rate in self.tables()]
         return {
             "pserver": self.address,
             **values(self.now, _OF_PROCESS),
             "errors": [values(each) for each in self.now.errors],
-            "job": {"name": self.now.job, **values(self.now, _OF_JOB), "members": members},
+            "job": {"name": self.now.job, **values(self.now, _OF_JOB), "members": members, "tables": tables},
             "view": {
                 **values(self.now, _OF_VIEW),
                 "present": list(self.now.present),
@@ -137,6 +173,10 @@ def show(watcher: Watcher, interval_s: float) -> None:
 
 _WHOLE_WIDTH = 160
 _CHANGES = 5  # of the view, that are shown
+_TABLE_COLUMNS = (
+    *("table", "rows", "memory", "asked/step", "early", "gradients/step", "unique/step", "made", "evicted", "expired"),
+    *("refused", "admitted"),
+)
 _COLUMNS = "rank", "process", "state", "step", "steps/s", "behind", "in MB/s", "out MB/s", "queued", "in flight"
 
 
@@ -185,10 +225,30 @@ def table(look: Look) -> RenderableType:
         lines.append(Text(f"failed: {status.reason}", style="red"))
     if status.members:
         lines += [Text(""), found]
+    if status.tables:
+        lines += [Text(""), _of_tables(look)]
     if status.errors:
         counts = ", ".join(f"{each.where}: {each.count} {each.error}" for each in status.errors)
         lines += [Text(""), Text(f"errors since the start: {counts}")]
     return Group(*lines)
+
+
+def _of_tables(look: Look) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(_TABLE_COLUMNS):
+        found.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for table, rate in look.tables():
+        cells = (
+            *(table.name, str(table.rows), _size(table.memory_bytes)),
+            *(f"{rate.asked_rows_per_update:.0f}", f"{rate.early:.0%}", f"{rate.gradient_rows_per_update:.0f}"),
+            *(f"{rate.updated_rows_per_update:.0f}", str(table.made_rows), str(table.evicted_rows)),
+            *(str(table.expired_rows), str(table.refused_rows), f"{rate.admitted:.0%}"),
+        )
+        found.add_row(*map(Text, cells))
+    return found
 
 
 def _size(nbytes: float) -> str:

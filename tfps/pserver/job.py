@@ -26,7 +26,7 @@ from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, 
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.async_slice import AsyncSlice
-from tfps.pserver.counters import Counters, ErrorCounts
+from tfps.pserver.counters import Counters, ErrorCounts, table_statuses
 from tfps.pserver.elastic import Declaration, Elastic, Joined
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
@@ -430,6 +430,25 @@ class Job(Elastic):
             self._raise_failure()
             return declared(self._shard.buckets, number)
 
+    def _table(self, number: int) -> TableSlice:
+        bucket = self.bucket(number)
+        item = bucket.slices.get(0)
+        if not isinstance(item, TableSlice):
+            raise ProtocolError(f"bucket '{bucket.spec.name}' is no table")
+        return item
+
+    def meet_at_table(self, number: int, rank: int, what: str, timeout_s: float) -> None:
+        """Returns when all ranks have come to replace the same rows of a table. WaitTimeoutError: not in time."""
+        item = self._table(number)
+        missing = item.meet(rank, what, timeout_s, lambda: self._failure is not None)
+        with self._changed:
+            self._raise_failure()
+            if missing:
+                names = ", ".join(map(self._membership.describe, missing))
+                raise WaitTimeoutError(
+                    f"rows of {item.label} are replaced when all ranks do so, within {timeout_s:.3g} s: missing {names}"
+                )
+
     @contextlib.contextmanager
     def saved_table(self, number: int, rank: int, step: int, timeout_s: float) -> Iterator[TableSlice]:
         """In the block a table is as so many steps have left it; gradients that come are applied after it.
@@ -437,10 +456,7 @@ class Job(Elastic):
         Raises:
             WaitTimeoutError: these steps have not been applied in time.
         """
-        bucket = self.bucket(number)
-        item = bucket.slices.get(0)
-        if not isinstance(item, TableSlice):
-            raise ProtocolError(f"bucket '{bucket.spec.name}' is no table")
+        item = self._table(number)
         if not item.hold(rank, step, timeout_s, lambda: self._failure is not None):
             self._raise_failure()
             names = ", ".join(map(self._membership.describe, item.missing(rank)))
@@ -479,7 +495,7 @@ class Job(Elastic):
                 state = "ending"
             elif members.not_streaming():
                 state = "joining"
-            slices = [item for _, item in self._shard.slices()]
+            slices = dict.fromkeys(item for _, item in self._shard.slices())  # a table may be that of two buckets
             awaited = [ranks for item in slices if (ranks := item.missing())]
             present = [members.members[rank] for rank in sorted(members.members)]
             return pb.StatusReply(
@@ -510,6 +526,7 @@ class Job(Elastic):
                     )
                     for member in present
                 ],
+                tables=table_statuses(self._shard.buckets),
             )
 
     def _send(self, answers: Collection[Answer]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from tfps.errors import ConfigError
 from tfps.membership.members import State
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.guard import Newest, listen
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
@@ -47,6 +48,22 @@ _PER_RANK = (
     ("awaited_slices", False, "Slices for which other ranks wait for this one"),
     ("wait_s", True, "Sum over slices of how long after the first rank's push the rank's own came"),
 )
+# Per table: field of its status, whether a total, help text.
+_PER_TABLE = (
+    ("rows", False, "Rows of the table on this pserver"),
+    ("memory_bytes", False, "Memory of these rows, with slots, index and all else"),
+    ("updates", True, "Updates of the table: steps, in mode async those of each rank"),
+    ("asked_rows", True, "Rows that ranks have asked for"),
+    ("early_rows", True, "Rows of these that were answered before the step before had been applied"),
+    ("gradient_rows", True, "Rows with gradients of all ranks"),
+    ("updated_rows", True, "Rows with gradients in an update, each once"),
+    ("made_rows", True, "Rows that were made"),
+    ("evicted_rows", True, "Rows that went because there were too many"),
+    ("expired_rows", True, "Rows that went because they had no update for too long"),
+    ("refused_rows", True, "Gradients of ids that had no row yet and did not get one"),
+)
+_MOST_TABLES = 1000  # that have labels of their own: each is a dozen series
+_MOST_CHARACTERS = 200  # of a label
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -113,6 +130,14 @@ class MetricsServer(Collector):
             for member in status.members:
                 family.add_metric([str(member.rank)], getattr(member, field))
             yield family
+        tables = _labelled(status.tables)
+        for field, total, text in _PER_TABLE:
+            family = (CounterMetricFamily if total else GaugeMetricFamily)(
+                f"tfps_table_{field}", text, labels=["table"]
+            )
+            for label, some in tables.items():
+                family.add_metric([label], sum(getattr(table, field) for table in some))
+            yield family
         yield GaugeMetricFamily("tfps_view_generation", "Number of the current job's view", status.generation)
         yield GaugeMetricFamily("tfps_view_workers", "Workers that take part in the current job", len(status.present))
         yield CounterMetricFamily("tfps_lost_workers", "Workers the current job went on without", status.lost_workers)
@@ -143,3 +168,14 @@ class MetricsServer(Collector):
             status, text = ("503 Service Unavailable", b"stopping\n") if self._server.stopped else ("200 OK", b"ok\n")
         start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
         return [text]
+
+
+def _labelled(tables: Sequence[pb.TableStatus]) -> dict[str, list[pb.TableStatus]]:
+    """Tables by their label: the name, with the bucket's number if another one has the same; the last ones together."""
+    found: dict[str, list[pb.TableStatus]] = {}
+    for table in tables[:_MOST_TABLES]:
+        name = table.name[:_MOST_CHARACTERS]
+        found[f"{name} (bucket {table.bucket})" if name in found else name] = [table]
+    if more := tables[_MOST_TABLES:]:
+        found["other tables"] = list(more)
+    return found

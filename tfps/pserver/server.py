@@ -460,11 +460,14 @@ def _save_rows(job: Job, request: pb.SaveRowsRequest) -> Fields:
 
 
 def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:
+    if not request.alone:
+        job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s))
     with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
         return item.restore(list(request.folders), request.name, request.rank, request.id)
 
 
 def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:
+    job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s))
     with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
         item.put(request.ids, request.values, request.rank, request.id)
 

@@ -65,6 +65,7 @@ class Shard:
         self._recorder = recorder
         self._placer = Placer(view.pservers, config.placement)
         self.bound = StalenessBound(view, config.staleness)  # of mode "async"
+        self._saved: dict[str, str] = {}  # see TableSlice
 
     def check(self, more: Sequence[BucketSpec], slice_bytes: int = 0) -> None:
         """Checks that there is memory for `more` buckets beside those that are here."""
@@ -116,7 +117,7 @@ class Shard:
             before.change(TableSpec.parse(spec.table), spec.codec)
             return before
         table = Table(TableSpec.parse(spec.table), pservers.index(self.index), len(pservers), label)
-        arguments = self._recorder, label, table, spec.codec, self.sets, self.view, step
+        arguments = self._recorder, label, table, spec.codec, self.sets, self.view, self._saved, step
         return TableSlice(*arguments) if self.config.steps_together else AppliesEach(*arguments, bound=self.bound)
 
     def cut_anew(self, layout: Layout) -> None:

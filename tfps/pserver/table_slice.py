@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,8 @@ from tfps.pserver.async_slice import StalenessBound
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
 from tfps.tables.files import read_table, write_shard
 from tfps.tables.spec import TableSpec
-from tfps.tables.table import Table
+from tfps.tables.table import Table, TableStats
+from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import ASK, EMPTY, LAST, WHOLE, Header
 from tfps.wire.rows import Ids, decode_ids, decode_push, decode_rows, encode_some
@@ -44,6 +46,7 @@ class _Asked:
 
     push: Push
     ids: Ids
+    came_ns: int  # on the recorder's clock
     left: NDArray[np.bool_] | None = None  # which it has not got; None: all
 
 
@@ -55,6 +58,7 @@ class _Added:
     gradients: list[Floats] = field(default_factory=list)
     scalars: bytes = b""
     push: Push | None = None  # the last of its frames; None: more follow
+    came_ns: int = 0  # when that came, on the recorder's clock
 
     def part(self, dim: int) -> tuple[Ids, Floats]:
         if len(self.ids) == 1:
@@ -83,7 +87,9 @@ class Traffic(NamedTuple):
 
     asked: int = 0  # rows
     early: int = 0  # rows that were answered before the step before had been applied
-    pushed: int = 0  # rows with gradients
+    pushed: int = 0  # rows with gradients, of all ranks
+    updates: int = 0  # of the table: one for each step, or in mode "async" for each step of a rank
+    updated: int = 0  # rows with gradients in an update, each once, also those that were not admitted
 
 
 class TableSlice(OwnedSlice):
@@ -97,6 +103,7 @@ class TableSlice(OwnedSlice):
         codec: Codec | None,
         sets: RankSets,
         view: View,
+        saved: dict[str, str],
         step: int = 0,
     ) -> None:
         super().__init__(recorder, 0, sets)
@@ -106,12 +113,13 @@ class TableSlice(OwnedSlice):
         self._applied = threading.Condition(self.lock)  # notified when a step has been, and when nothing is held
         self._held = 0  # by so many nothing is applied
         self._restoring = False  # nor is anything read
+        self._saved = saved  # by all tables: folders, by what `restore` gets as identity of files beside a model
+        self._meetings: dict[str, set[int]] = {}  # who has come to replace rows, by what with
         self._restored: list[str] = []  # what has been put in place of rows, by its id
         self._restored_by: Counter[int] = Counter()  # by rank, how much of it
         self._ahead = 0  # by how much the table's steps are ahead of this job's, as it was restored
         self._steps: dict[int, _Step] = {}  # that have begun
         self._waiting: list[_Asked] = []
-        self._first_ns = 0  # when the first gradients of the current step came
 
     # Frames
 
@@ -124,10 +132,16 @@ class TableSlice(OwnedSlice):
                 raise ProtocolError(f"rows of {self.label} must come in frames, got {push.target.place}")
             self._arrived(push, now_ns)
             if push.header.flags & ASK:
-                return self._ask(push), 0
-            return self._add(push, now_ns), 0
+                return self._ask(push, now_ns), 0
+            late_ns = self._late_ns(push, now_ns)
+            return self._add(push, now_ns), late_ns
 
-    def _ask(self, push: Push) -> list[Answer]:
+    def _late_ns(self, push: Push, now_ns: int) -> int:
+        """How long after the first rank's gradients of its step the last ones of this rank come."""
+        step = self._steps.get(push.header.step) if push.header.flags & LAST else None
+        return now_ns - min([each.came_ns for each in step.added.values() if each.push] or [now_ns]) if step else 0
+
+    def _ask(self, push: Push, now_ns: int) -> list[Answer]:
         ids, size = decode_ids(push.payload)
         if size != len(push.payload) or push.header.flags & ~(ASK | LAST | EMPTY):
             raise ProtocolError(f"rows of {self.label} must be asked for by ids alone, got {len(push.payload)} bytes")
@@ -140,7 +154,7 @@ class TableSlice(OwnedSlice):
             begun.asked.setdefault(rank, []).append(ids)
             if push.header.flags & LAST:
                 begun.complete[rank] = push.header.generation
-        asked = _Asked(push._replace(payload=_NOTHING), ids)
+        asked = _Asked(push._replace(payload=_NOTHING), ids, now_ns)
         if self._is_current(rank, step):
             return [*self._early(), self._answer(asked)]
         self._waiting.append(asked)
@@ -168,8 +182,7 @@ class TableSlice(OwnedSlice):
             if theirs.push is not None:
                 self._compare(other, StepScalars.unpack(theirs.scalars, update), rank, scalars)
                 break
-        self._first_ns = self._first_ns or now_ns
-        added.push = push._replace(payload=_NOTHING)
+        added.push, added.came_ns = push._replace(payload=_NOTHING), now_ns
         return self._completed()
 
     def _check_asked(self, step: _Step, rank: int, ids: Ids) -> None:
@@ -212,20 +225,34 @@ class TableSlice(OwnedSlice):
             self.step += 1
             self._applied.notify_all()
             answers += [_acknowledged(added.push) for added in step.added.values() if added.push is not None]
-            self._end(answers[-1], sum(len(ids) for each in step.added.values() for ids in each.ids))
+            self._end([step.added[rank] for rank in ranks])
             answers += self._current()
         return answers + self._early() if answers else []
 
-    def _end(self, answer: Answer, rows: int) -> None:
-        """Records an update of so many rows."""
-        if self._recorder.enabled:
-            header, (rank,) = answer.header, answer.ranks
+    def _end(self, added: Sequence[_Added]) -> None:
+        """Counts and records an update by what these ranks have added."""
+        ids = [some for each in added for some in each.ids]
+        traffic = self.traffic
+        self.traffic = traffic._replace(updates=traffic.updates + 1, updated=traffic.updated + _unique(ids))
+        last = max(added, key=lambda each: each.came_ns)
+        if last.push is not None:
+            first_ns = min(each.came_ns for each in added)
+            self._record(last.push, first_ns, 4 * self.table.spec.dim * sum(map(len, ids)), NONE)
+
+    def _answered(self, asked: _Asked) -> None:
+        """Records how long rows that were asked for have been held back."""
+        if self._recorder.enabled and len(asked.ids):
+            rank, header = asked.push.rank, asked.push.header
             of_push = {"step": header.step, "bucket": header.bucket, "priority": header.priority, "rank": rank}
-            nbytes = 4 * self.table.spec.dim * rows
+            nbytes = 4 * self.table.spec.dim * len(asked.ids)
             self._recorder.span(
-                "aggregate", self._first_ns, self._recorder.clock(), slice=header.index, nbytes=nbytes, **of_push
+                "held", asked.came_ns, self._recorder.clock(), slice=header.index, nbytes=nbytes, **of_push
             )
-        self._first_ns = 0
+
+    def totals(self) -> tuple[TableStats, Traffic]:
+        """What there is now, and what has come so far."""
+        with self.lock:
+            return self.table.stats(), self.traffic
 
     def _current(self) -> list[Answer]:
         """Answers to who has waited for what is there now."""
@@ -257,8 +284,11 @@ class TableSlice(OwnedSlice):
 
     def _answer(self, asked: _Asked) -> Answer:
         if asked.left is not None and asked.left.any() and not asked.left.all():
-            return self._some(asked, asked.left, flags=LAST)
+            some = self._some(asked, asked.left, flags=LAST)
+            self._answered(asked)
+            return some
         rows = self.table.pull(asked.ids)
+        self._answered(asked)
         return Answer((asked.push.rank,), _header(asked.push, LAST | WHOLE), _bytes(rows))
 
     def _some(self, asked: _Asked, chosen: NDArray[np.bool_], flags: int) -> Answer:
@@ -288,6 +318,24 @@ class TableSlice(OwnedSlice):
             self._held += 1
             return True
 
+    def meet(self, rank: int, what: str, timeout_s: float, over: Callable[[], bool]) -> list[int]:
+        """Waits until all ranks have come for `what`; returns who has not in time."""
+        deadline_s = time.monotonic() + timeout_s
+        with self.lock:
+            came = self._meetings.setdefault(what, set())
+            came.add(rank)
+            if came >= set(self._view.ranks):
+                del self._meetings[what]  # who comes for it again waits again
+                self._applied.notify_all()
+            while (missing := sorted(set(self._view.ranks) - came)) and not over():
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    came.discard(rank)
+                    return missing
+                self._applied.wait(min(left_s, _LOOK_S))
+            if self._meetings.get(what) is came:  # the others were lost
+                del self._meetings[what]
+            return []
+
     def release(self) -> list[Answer]:
         with self.lock:
             self._held -= 1
@@ -297,6 +345,7 @@ class TableSlice(OwnedSlice):
     def save(self, folder: str, name: str, since: int | None) -> dict[str, object]:
         """Writes this pserver's shard; the caller holds the table."""
         found = write_shard(self.table, folder, name, since=since, lock=self.lock)
+        self._saved[f"{Path(folder).name}/{name}"] = folder
         full = found["since"] is None
         return {"step": found["step"], "rows": found["rows"], "nbytes": found["nbytes"], "full": full}
 
@@ -307,6 +356,8 @@ class TableSlice(OwnedSlice):
                 return {"step": self.table.step, "rows": self.table.stats().rows, "slots": True}
             self._restoring = True  # not the lock: it may take long, and who asks for rows meanwhile waits
         try:
+            if not Path(folders[0]).is_dir() and identity in self._saved:  # another rank's path is that of the files
+                folders = [self._saved[identity]]
             found = read_table(self.table, folders, name)
         finally:
             with self.lock:
@@ -413,7 +464,7 @@ class AppliesEach(TableSlice):
                 self.step = max(self._of_rank.values())
                 if added.push is not None:
                     answers.append(_acknowledged(added.push))
-                    self._end(answers[-1], sum(map(len, added.ids)))
+                self._end([added])
             if not step.added and number < min(self._of_rank.values()):
                 del self._steps[number]
         return [*answers, *self._current()]
@@ -445,6 +496,15 @@ def _header(push: Push, flags: int) -> Header:
 def _acknowledged(push: Push) -> Answer:
     """The answer to what a rank has added."""
     return Answer((push.rank,), _header(push, LAST), _NOTHING)
+
+
+def _unique(ids: Sequence[Ids]) -> int:
+    """How many different ids there are in several arrays."""
+    if len(ids) < 2:
+        return sum(map(len, ids))
+    every = np.concatenate(ids)
+    every.sort()
+    return int(np.count_nonzero(every[1:] != every[:-1])) + bool(every.size)
 
 
 def _bytes(rows: Floats) -> memoryview:

@@ -10,7 +10,7 @@ import math
 import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from tfps.errors import TfpsError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
+from tfps.runtime.table_history import TableHistory, TableRows
 from tfps.trace.step_times import NEGLIGIBLE, Interval, Intervals, Limit, clip, limit_of, overlap, total, union
 
 MIN_STEPS = 4
@@ -107,9 +108,10 @@ class Report:
         step_s: from one step to the next.
         compute_s: part of step_s not spent waiting for parameters: forward, backward, input.
         exposed_wait_s: part of step_s in which the forward pass waited for parameters.
+        rows_wait_s: part of that in which it waited for rows of tables, maybe for others as well.
         wire_s: time with data in flight to or from the pservers.
         overlap: part of wire_s that cost no time: 1 - exposed_wait_s / wire_s.
-        step_bytes: of all gradients of a step.
+        step_bytes: of all gradients of a step, without those of tables.
         sent_bytes: what of them is on the wire to pservers: less if they are compressed.
         received_bytes: what is on the wire back; in mode "async" never compressed.
         bytes_per_s: payload rate to all pservers together while data was queued; 0 if the network always kept up.
@@ -124,7 +126,8 @@ class Report:
         inner_steps: of a round, which all other times are of; 1: times are of steps.
         one_host: whether all pservers are reached through shared memory, or are in this process: there is no network.
         skipped_steps: how many steps were not applied so far (`Config.on_nonfinite`), not only of the last ones.
-        layers: the profile of the model, in forward order.
+        layers: the profile of the model, in forward order, without tables.
+        tables: what a step exchanges of each table.
         slice_bytes, window_bytes: current sizes; 0 without pservers.
     """
 
@@ -149,6 +152,8 @@ class Report:
     inner_steps: int = 1
     one_host: bool = False
     skipped_steps: int = 0
+    rows_wait_s: float = 0.0
+    tables: tuple[TableRows, ...] = ()
 
     def __str__(self) -> str:
         parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
@@ -163,6 +168,7 @@ class Report:
             sizes = f"{self.sent_bytes / 1e6:.3g} of {self.step_bytes / 1e6:.3g} MB"
             back = "as much" if self.received_bytes == self.sent_bytes else f"{self.received_bytes / 1e6:.3g} MB"
             lines.append(f"compressed: a {unit} sends {sizes}, and gets {back} back")
+        lines += self._of_tables(unit)
         if limit_of(self.step_s, self.exposed_wait_s) is Limit.COMPUTATION:
             what = "a faster exchange" if self.one_host else "a faster network"
             lines.append(f"{what}, more pservers or other settings would not help")
@@ -184,6 +190,19 @@ class Report:
         )
         return "\n".join(lines)
 
+    def _of_tables(self, unit: str) -> list[str]:
+        if not self.tables:
+            return []
+        lines, back, there = [], sum(t.received_bytes for t in self.tables), sum(t.sent_bytes for t in self.tables)
+        for t in self.tables:
+            counts = f"{t.rows} asked for and {t.gradient_rows} with gradients a step"
+            sizes = f"{t.received_bytes / 1e6:.3g} and {t.sent_bytes / 1e6:.3g} MB"
+            lines.append(f"rows of {t.name}: {counts}, {sizes}; waited {_ms(t.wait_s)} for them")
+        waits = f"{_ms(self.rows_wait_s)} for rows, {_ms(self.exposed_wait_s - self.rows_wait_s)} for dense parameters"
+        rows = f"{back / 1e6:.3g} MB of rows and {there / 1e6:.3g} MB of their gradients a step"
+        dense = f"{self.sent_bytes / 1e6:.3g} MB of dense gradients a {unit}"
+        return [*lines, f"waiting: {waits} alone; {rows}, {dense}"]
+
     def save_profile(self, path: str | pathlib.Path) -> None:
         """Writes the model's times and bytes as JSON, for tools/simulate.py and tools/bench.py schedule."""
         layers = [asdict(layer) for layer in self.layers]
@@ -197,7 +216,11 @@ def make_report(
     slice_bytes: int = 0,
     window_bytes: int = 0,
     stepping: Stepping = _STEP_BY_STEP,
+    tables: Iterable[TableHistory] = (),
 ) -> Report:
+    tables = list(tables)
+    if not histories:
+        histories = [_of_table(table) for table in tables]
     longest = max((len(history.rounds) for history in histories), default=0)
     if longest < MIN_STEPS:
         every = stepping.inner_steps
@@ -207,8 +230,9 @@ def make_report(
     buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
     rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]
     backward = _backward(rounds)
-    explained = (_explain(now, after, backward, stepping) for now, after in pairwise(rounds))
-    waits_ns, exchanges_ns, factors = zip(*explained, strict=True)
+    lookups = union(wait for table in tables for wait in table.waits())
+    explained = (_explain(now, after, backward, stepping, lookups) for now, after in pairwise(rounds))
+    waits_ns, rows_ns, exchanges_ns, factors = zip(*explained, strict=True)
     ends = [max(one.ready_s for one in step) for step in rounds]
     step_s = statistics.median(after - now for now, after in pairwise(ends))
     exposed_s = min(statistics.median(waits_ns) / 1e9, step_s)
@@ -222,22 +246,30 @@ def make_report(
     step_bytes = sum(h.nbytes for h in buckets)
     sent_bytes = sum(h.nbytes if h.sent_bytes is None else h.sent_bytes for h in buckets)
     received_bytes = step_bytes if stepping.whole_replies else sent_bytes
-    wire_bytes = max(sent_bytes, received_bytes)  # both ways are used at the same time
+    dense_bytes = max(sent_bytes, received_bytes)  # both ways are used at the same time
+    uses = tuple(use for table in tables if (use := table.use()) is not None)
+    wire_bytes = max(
+        sent_bytes + sum(use.sent_bytes for use in uses), received_bytes + sum(use.received_bytes for use in uses)
+    )
     # A round of many steps may be limited by an exchange that takes a small part of it.
     limit = _limit(step_s, exposed_s, wire_s if stepping.inner_steps > 1 else step_s, wire_bytes, links, stepping.waits)
     # The rate is that of compressed bytes, the layers' are not compressed.
-    rate = bytes_per_s * (step_bytes / wire_bytes if wire_bytes else 1.0) or math.inf
+    encoded = step_bytes / dense_bytes if dense_bytes else 1.0
+    rate = bytes_per_s * encoded or math.inf
+    # A forward pass begins with rows, which compute nothing.
+    rows = [Layer(use.name, 0.0, 0.0, round(encoded * max(use.sent_bytes, use.received_bytes))) for use in uses]
     compute_s = step_s - exposed_s
-    modelled_s = _modelled_s(layers, compute_s, rate, stepping)
-    in_order_s = modelled_s if stepping.in_parts else _in_order_s(layers, compute_s, rate)
+    modelled_s = _modelled_s([*rows, *layers], compute_s, rate, stepping)
+    in_order_s = modelled_s if stepping.in_parts else _in_order_s([*rows, *layers], compute_s, rate)
 
     def calibrated(estimate_s: float) -> float:
         # Nothing is known of a step that only waited, and for no network.
         return estimate_s * (step_s / modelled_s) if modelled_s else step_s
 
-    def estimate(faster: float) -> float:
-        """A step with a network so many times as fast."""
-        return calibrated(_modelled_s(layers, compute_s, rate * faster, stepping))
+    def estimate(faster: float, smaller: float = 1.0) -> float:
+        """A step with a network so many times as fast, and gradients, but not rows, by so much smaller."""
+        larger = [replace(each, nbytes=round(each.nbytes * smaller)) for each in rows]
+        return calibrated(_modelled_s([*larger, *layers], compute_s, rate * faster * smaller, stepping))
 
     other_ways = _LINK in limit and stepping.every_step  # to train are worth naming
     may_compress = other_ways and sent_bytes == step_bytes and any(history.compressible for history in buckets)
@@ -260,13 +292,20 @@ def make_report(
         sent_bytes=sent_bytes,
         received_bytes=received_bytes,
         with_codec_s={
-            codec: estimate(step_bytes / sum(history.as_sent(codec) for history in buckets))
+            codec: estimate(1.0, step_bytes / sum(history.as_sent(codec) for history in buckets))
             for codec in (_SUGGESTED if may_compress else ())
         },
         with_inner_steps_s=step_s - exposed_s * (1 - 1 / _INNER_STEPS) if other_ways else None,
         inner_steps=stepping.inner_steps,
         one_host=all(link.shared_memory for link in links),
+        rows_wait_s=min(statistics.median(rows_ns) / 1e9, exposed_s),
+        tables=uses,
     )
+
+
+def _of_table(table: TableHistory) -> History:
+    """Returns the steps of a model that has no other gradients: they end with those of rows."""
+    return History(table.name, 0, 0, [Round(end_s, end_s) for end_s in table.ends_s()], compressible=False)
 
 
 def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
@@ -282,17 +321,21 @@ def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
 
 
 def _explain(
-    now: Sequence[Round], after: Sequence[Round], backward: Sequence[float], stepping: Stepping
-) -> tuple[int, int, float]:
-    """Returns waits and exchanges (ns) from the last gradient of `now` to that of `after`, and forward / backward."""
+    now: Sequence[Round], after: Sequence[Round], backward: Sequence[float], stepping: Stepping, lookups: Intervals
+) -> tuple[int, int, int, float]:
+    """Returns waits, those of lookups, and exchanges (ns) from the last gradient of `now` to that of `after`; and
+    forward / backward.
+    """
     start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
     bounds = _ns(start_s, max(one.ready_s for one in after))
     exchanges = [_ns(*one) for one in (*now, *after)]
-    exchanges_ns = total(clip(union(exchanges), *bounds))
+    exchanges_ns = total(clip(union([*exchanges, *lookups]), *bounds))
+    rows = clip(lookups, *bounds)
+    rows_ns = total(rows)
     if stepping.in_parts:
-        waits_ns = total(stepping.waits_in(bounds, exchanges))
+        waits_ns = total(union([*stepping.waits_in(bounds, exchanges), *rows]))
         compute_s = (bounds[1] - bounds[0] - waits_ns) / 1e9
-        return waits_ns, exchanges_ns, max(compute_s / sum(backward) - 1, 0.0) if sum(backward) else 0.0
+        return waits_ns, rows_ns, exchanges_ns, max(compute_s / sum(backward) - 1, 0.0) if sum(backward) else 0.0
     # The first gradient's backward time is included, too: as if its layers were passed twice more.
     weights = [*backward[:-1], 3 * backward[-1]]
 
@@ -301,12 +344,24 @@ def _explain(
         clock_s, waits = start_s, []
         for one, weight in zip(now, weights, strict=True):
             waits.append(_ns(clock_s, one.done_s))
-            clock_s = max(clock_s, one.done_s) + factor * weight
-        return clock_s, union(waits)
+            clock_s = _computed(max(clock_s, one.done_s), factor * weight, rows)
+        return clock_s, union([*waits, *rows])
 
     most = (end_s - start_s) / sum(weights) if sum(weights) else 0.0
     factor, _ = _bisect(most, lambda factor: run(factor)[0] < end_s)
-    return total(clip(run(factor)[1], *_ns(start_s, end_s))), exchanges_ns, factor
+    return total(clip(run(factor)[1], *_ns(start_s, end_s))), rows_ns, exchanges_ns, factor
+
+
+def _computed(clock_s: float, seconds: float, waits: Intervals) -> float:
+    """Returns when something that takes so long and begins at `clock_s` ends, if it stands still meanwhile."""
+    for begin_ns, end_ns in waits:
+        begin_s, end_s = begin_ns / 1e9, end_ns / 1e9
+        if clock_s + seconds <= begin_s:
+            break
+        if end_s > clock_s:
+            seconds -= max(begin_s - clock_s, 0.0)
+            clock_s = end_s
+    return clock_s + seconds
 
 
 def _bisect(high: float, is_below: Callable[[float], bool]) -> tuple[float, float]:

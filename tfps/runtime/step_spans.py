@@ -17,7 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.exchange.interface import BucketSpec
+from tfps.runtime.table_history import TableHistory
 from tfps.runtime.transfers import UNDECLARED, DeferredUpdate, Transfer
+from tfps.tables.spec import TableSpec
 from tfps.trace.recorder import Recorder
 from tfps.types import Structure
 
@@ -41,6 +43,7 @@ class StepSpans:
         self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # recorded steps: number, begin_ns
         self.reduced = False  # something was reduced outside of a graph
         self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; by tfps-apply
+        self.tables: dict[int, TableHistory] = {}  # by bucket; of all steps, recorded or not
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
         # Of steps with some of their sends, by graph run: when gradients were ready; number, and times of the forward
@@ -135,6 +138,27 @@ class StepSpans:
             self._span("update", begin_ns, end_ns, step=step, bucket=bucket, priority=spec.priority)
         elif transfer.times:
             self.waited(self._ns(transfer.times[0].numpy().item(0)), end_ns, bucket, spec, step)
+
+    def looked_up(
+        self, begin_ns: int, bucket: int, spec: BucketSpec, step: int, rows: int, *, trains: bool = True
+    ) -> None:
+        """Notes that `step` of a table has so many rows now, which the program has waited for since `begin_ns`."""
+        table, end_ns = self._table(bucket, spec), self.now()
+        if trains:
+            table.looked_up(step, rows, begin_ns, end_ns)
+        nbytes = table.row_bytes * rows
+        self._span("lookup", begin_ns, end_ns, step=step, bucket=bucket, priority=spec.priority, nbytes=nbytes)
+
+    def added(self, bucket: int, spec: BucketSpec, step: int, rows: int) -> None:
+        """Notes that gradients of so many rows of a table are ready on the host."""
+        table, now_ns = self._table(bucket, spec), self.now()
+        table.added(step, rows, now_ns)
+        self.ready(now_ns, bucket, spec, step, table.row_bytes * rows)
+
+    def _table(self, bucket: int, spec: BucketSpec) -> TableHistory:
+        if (found := self.tables.get(bucket)) is None:
+            found = self.tables.setdefault(bucket, TableHistory(spec.name, TableSpec.parse(spec.table).dim, spec.codec))
+        return found
 
     def input(self, begin_ns: int) -> None:
         """Records the wait for a batch that the program requested at `begin_ns`, outside of a graph."""

@@ -265,10 +265,10 @@ class HostTable:
         self._settle()
         return self.runtime.exchange.tables.save_rows(self.bucket, self.step, folder, name, since)
 
-    def restore(self, folders: Sequence[str], name: str, identity: str) -> SavedRows:
+    def restore(self, folders: Sequence[str], name: str, identity: str, *, alone: bool = False) -> SavedRows:
         """Replaces all rows; see `Tables.restore_rows`. It must have been declared."""
         self._settle()
-        found = self.runtime.exchange.tables.restore_rows(self.bucket, self.step, folders, name, identity)
+        found = self.runtime.exchange.tables.restore_rows(self.bucket, self.step, folders, name, identity, alone=alone)
         self.awaits, self.changes = "", self.changes + 1
         self.ahead.clear()
         return found

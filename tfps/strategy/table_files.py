@@ -24,7 +24,7 @@ import numpy as np
 from tfps.errors import ConfigError, UnsupportedError
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
-from tfps.keras_hooks.checkpoint import StrPath, before_restoring, loaded_beside, saved_beside
+from tfps.keras_hooks.checkpoint import StrPath, before_restoring, loaded_beside, restores_alone, saved_beside
 from tfps.policies.table_variable import TableVariable, all_tables, update_spec
 from tfps.tables.files import saved_update
 from tfps.types import Argument, Json, Model, Optimizer
@@ -95,7 +95,7 @@ def _loaded(model: Model, filepath: StrPath) -> None:
             path = _local(filepath)
             identity, _, name = reference.partition("/")
             folder = path.with_name(f"{path.name}.tables") / identity
-            if not folder.is_dir():
+            if not folder.is_dir() and table.table.runtime.alone:  # pservers may know where else it is
                 raise ConfigError(
                     f"{path} has a model whose rows of table {table.path!r} are in {folder}, which is missing: move "
                     f"the folder {folder.parent.name} together with the file"
@@ -117,7 +117,7 @@ def _restore(
         known = table.optimizer is not None or optimizer is not None
         update = _update_of(table, optimizer) if known else saved_update(folders[-1], name)
         table.table.declare(table.spec(update))
-    table.table.restore([str(each.absolute()) for each in folders], name, identity)
+    table.table.restore([str(each.absolute()) for each in folders], name, identity, alone=restores_alone.get())
 
 
 def _update_of(table: TableVariable, optimizer: Optimizer) -> UpdateSpec:

@@ -84,15 +84,24 @@ def _rows(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> Array:
 
 
 def _messages(rows: Array, by_worker: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Returns where messages that were recorded at both ends were sent, and where they arrived: positions in `rows`."""
+    """Returns where messages that were recorded at both ends were sent, and where they arrived: positions in `rows`.
+
+    Several of the same slice (a part of the rows that were asked for, and the rest) arrive in the order in which they
+    were sent. If some were recorded at one end only it is not known which, so all of these are left out.
+    """
     ends = np.flatnonzero(np.isin(rows["kind"], (SENT, ARRIVED)))
     pushed = by_worker[ends] == (rows["kind"][ends] == SENT)
     names = ("pserver", "rank", "slice", "bucket", "step", "kind")
     keys = np.stack([pushed, *(rows[name][ends] for name in names)])
-    order = np.lexsort(keys[::-1])
-    changes = np.diff(keys[:, order])
-    pairs = ~changes[:-1].any(axis=0) & (changes[-1] == ARRIVED - SENT)
-    return ends[order[:-1][pairs]], ends[order[1:][pairs]]
+    order = np.lexsort(keys[::-1])  # as recorded where all keys are the same
+    changes = np.diff(keys[:, order], prepend=-1)
+    firsts = np.flatnonzero(changes.any(axis=0))  # of each run of the same keys
+    lengths = np.diff(firsts, append=order.size)
+    sent = ~changes[:-1, firsts[1:]].any(axis=0) & (changes[-1, firsts[1:]] == ARRIVED - SENT)
+    sent = np.flatnonzero(sent & (lengths[:-1] == lengths[1:]))  # runs whose next one has the arrivals
+    begins = np.repeat(firsts[sent], lengths[sent])
+    nth = np.arange(begins.size) - np.repeat(np.cumsum(lengths[sent]) - lengths[sent], lengths[sent])
+    return ends[order[begins + nth]], ends[order[begins + nth + np.repeat(lengths[sent], lengths[sent])]]
 
 
 def _aligned(processes: Sequence[Process], workers: int, least_ns: list[list[int]]) -> list[Process]:

@@ -14,30 +14,36 @@ from tfps.errors import TfpsError
 
 Kind = Literal[
     "step", "forward", "backward", "gate", "input", "staging", "ready", "queued", "wire", "aggregate", "reply_queued",
-    "reply_wire", "update", "change",
+    "reply_wire", "update", "change", "lookup", "held",
 ]  # fmt: skip
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[Kind, ...] = get_args(Kind)  # new ones at the end: records have their positions
+WAITS: tuple[Kind, ...] = ("gate", "lookup")  # of a step, for what is exchanged
 Role = Literal["worker", "pserver"]
 Setting = str | int | float | bool | None
 
-# The default lane of each kind of span.
+# The default lane of each kind of span, in the order in which lanes are drawn and slices pass.
 LANES: Mapping[Kind, str] = {
     "step": "steps",
     "forward": "compute",
     "backward": "compute",
     "gate": "gates",
+    "lookup": "gates",
     "input": "input",
     "staging": "input",
     "ready": "gradients",
     "queued": "queue",
     "wire": "to pserver {pserver}",
+    "held": "rows",
     "aggregate": "aggregate",
     "reply_queued": "reply queue",
     "reply_wire": "to worker {rank}",
     "update": "updates",
     "change": "view",
 }
+ORDER: Mapping[str, int] = {kind: place for place, kind in enumerate(LANES)}
+_OF_TABLES: tuple[Kind, ...] = ("lookup", "held")
 NONE = -1  # a field that does not apply to a span
+FIRST_ASKED = 2**16  # of a table, the number of the first slice with ids that rows are asked for, and of its answers
 
 
 class Span(NamedTuple):
@@ -130,9 +136,12 @@ class Capture:
     settings: Mapping[str, Setting] = field(default_factory=dict)  # of the run, for display and comparison
     name: str = ""  # of the run
     views: tuple[CapturedView, ...] = ()  # at its start, then one for each span of kind "change", in order of time
+    tables: frozenset[int] = field(init=False, repr=False, compare=False)  # the buckets whose rows are looked up
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", tuple(sorted(self.spans, key=lambda span: span.begin_ns)))
+        tables = frozenset(span.bucket for span in self.spans if span.kind in _OF_TABLES and span.bucket >= 0)
+        object.__setattr__(self, "tables", tables)
         ranks = {process.number for process in self.workers} | {NONE}
         owners = {process.number for process in self.pservers} | {NONE}
         for span in self.spans:
@@ -170,7 +179,15 @@ class Capture:
         """The span's kind and what it is about."""
         if span.kind == "change":
             return next(view.title for one, view in self.changes if one is span)
-        return f"{span.kind} {self.variable_name(span)}".rstrip()
+        name = self.variable_name(span)
+        if span.bucket in self.tables and span.kind != "lookup":
+            what = "gradients" if not self.asks(span) else "ids" if span.kind in ("queued", "wire") else "rows"
+            return f"{span.kind} {what} of {name}"
+        return f"{span.kind} {name}".rstrip()
+
+    def asks(self, span: Span) -> bool:
+        """Whether it is of a table, and about rows that are asked for, not about gradients."""
+        return span.kind in _OF_TABLES or (span.bucket in self.tables and span.slice >= FIRST_ASKED)
 
     def variable_name(self, span: Span) -> str:
         """The variable's name, else the bucket's, else empty."""
@@ -202,6 +219,6 @@ def by_lane(spans: Sequence[Span]) -> dict[tuple[int, str], list[int]]:
     def place(key: tuple[int, str]) -> tuple[object, ...]:
         process, lane = key
         of = {(spans[member].kind, spans[member].pserver, spans[member].rank) for member in found[key]}
-        return process, min((KINDS.index(kind), *other_end) for kind, *other_end in of), lane
+        return process, min((ORDER[kind], *other_end) for kind, *other_end in of), lane
 
     return {key: found[key] for key in sorted(found, key=place)}

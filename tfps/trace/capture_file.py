@@ -12,13 +12,25 @@ import json
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, CapturedView, Kind, Process, Span, by_lane, rows
+from tfps.trace.capture import (
+    KINDS,
+    NONE,
+    ORDER,
+    Capture,
+    CapturedBucket,
+    CapturedView,
+    Kind,
+    Process,
+    Span,
+    by_lane,
+    rows,
+)
 from tfps.types import Json
 
 FORMAT = 1
@@ -192,7 +204,7 @@ def _events(capture: Capture) -> Iterator[dict[str, Json]]:
     views = dict(zip((at for at, span in enumerate(spans) if span.kind == "change"), capture.views[1:], strict=True))
     for position, thread in sorted(threads.items()):
         span = spans[position]
-        slice_ = f" [{span.slice}]" if span.slice >= 0 else ""
+        slice_ = f" [{span.slice}]" if span.slice >= 0 and span.bucket not in capture.tables else ""
         arguments: dict[str, Json] = {name: value for name in _PLAIN if (value := getattr(span, name)) != NONE}
         if span.bucket >= 0:
             arguments["key"] = span.key
@@ -208,7 +220,7 @@ def _events(capture: Capture) -> Iterator[dict[str, Json]]:
             "ts": (span.begin_ns - origin) / 1e3,
             "args": arguments,
         }
-    for number, chain in enumerate(_chains(spans), 1):
+    for number, chain in enumerate(_chains(capture), 1):
         time_ns = origin
         for position in chain:
             # An aggregate begins with another rank's push: arrows must not lead back in time.
@@ -224,23 +236,31 @@ def _events(capture: Capture) -> Iterator[dict[str, Json]]:
             yield {**phase, **flow, **threads[position]}
 
 
-def _chains(spans: Sequence[Span]) -> Iterator[list[int]]:
-    """Per slice, step and rank, the positions of its spans from push to update."""
-    messages: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
-    sums: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+def _chains(capture: Capture) -> Iterator[list[int]]:
+    """Per slice, step and rank, the positions of its spans from push to update; of a table also per pserver.
+
+    Of rows that were asked for: from the ids to the last of the rows.
+    """
+    spans = capture.spans
+    messages: dict[tuple[int, int, int, int, int], list[int]] = defaultdict(list)
+    sums: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     updates: dict[tuple[int, int, int], list[int]] = {}
-    for position, (kind, *_, step, bucket, slice_, _, _, _, rank, _) in enumerate(spans):
+    for position, (kind, *_, step, bucket, slice_, _, _, _, rank, pserver) in enumerate(spans):
+        owner = pserver if bucket in capture.tables else NONE  # each numbers its slices itself
         if kind == "aggregate":
-            sums[step, bucket, slice_].append(position)
+            sums[step, bucket, slice_, owner].append(position)
         elif kind == "update":
             updates[step, bucket, rank] = [position]
-        elif kind in ("wire", "reply_wire") and slice_ >= 0:
-            messages[step, bucket, slice_, rank].append(position)
-    for (step, bucket, slice_, rank), own in messages.items():
-        shared = sums[step, bucket, slice_] + sums[step, bucket, NONE]  # the pieces of a gather are aggregated together
-        chain = [*own, *shared, *updates.get((step, bucket, rank), [])]
+        elif kind in ("wire", "reply_wire", "held") and slice_ >= 0:
+            messages[step, bucket, slice_, rank, owner].append(position)
+    for (step, bucket, slice_, rank, owner), own in messages.items():
+        chain = own
+        if not capture.asks(spans[own[0]]):
+            # The pieces of a gather are aggregated together, as are the gradients of a table.
+            shared = sums[step, bucket, slice_, owner] + sums[step, bucket, NONE, owner]
+            chain = [*own, *shared, *updates.get((step, bucket, rank), [])]
         if len(chain) > 1:
-            yield sorted(chain, key=lambda position: KINDS.index(spans[position].kind))
+            yield sorted(chain, key=lambda position: ORDER[spans[position].kind])
 
 
 def _message(span: Span, kind: Kind) -> Hashable:

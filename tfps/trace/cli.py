@@ -117,6 +117,17 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
     yield "\n[dim]pservers, per step[/dim]"
     yield table(("pserver", "pushed", "in use", "replied", "in use"), links)
     runs = steps * summary.workers
+    if summary.tables:
+        tables = [
+            (
+                *(each.table, _ms(each.wait_ns / runs), _ms(each.held_ns / max(each.questions, 1))),
+                *(f"{nbytes / runs / 1e6:.4g} MB" for nbytes in (each.asked_bytes, each.rows_bytes)),
+                f"{each.gradient_bytes / runs / 1e6:.4g} MB",
+            )
+            for each in summary.tables
+        ]
+        yield "\n[dim]tables, per step and worker; held back: the mean of all questions for rows[/dim]"
+        yield table(("table", "waited for rows", "held back", "asked", "rows", "gradients"), tables)
     costs = [(cost.variable, _ms(cost.exposed_ns / runs)) for cost in summary.costs[:_SHOWN]]
     yield "\n[dim]most waited for, per step and worker[/dim]"
     yield table(("variable", "exposed wait"), costs)

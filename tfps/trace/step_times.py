@@ -66,18 +66,18 @@ class StepTimes:
     """Nanoseconds of one step of one worker."""
 
     duration_ns: int
-    compute_ns: int  # forward and backward, without waiting for gates or input
-    exposed_ns: int  # at least one read waited at a gate
+    compute_ns: int  # forward and backward, without waiting for gates, rows or input
+    exposed_ns: int  # at least one read waited at a gate, or a lookup for its rows
     input_ns: int  # the worker waited for its batch
     under_way_ns: int  # an exchange was under way
     hidden_ns: int  # the part of that while no read waited
 
 
 def step_times(
-    bounds: Interval, computing: Intervals, gates: Intervals, inputs: Intervals, under_way: Intervals
+    bounds: Interval, computing: Intervals, waits: Intervals, inputs: Intervals, under_way: Intervals
 ) -> StepTimes:
     """The times of a step; the sets of times are clipped to its `bounds`. `computing` has waiting included."""
-    busy, exposed, waiting, exchange = (clip(times, *bounds) for times in (computing, gates, inputs, under_way))
+    busy, exposed, waiting, exchange = (clip(times, *bounds) for times in (computing, waits, inputs, under_way))
     return StepTimes(
         duration_ns=bounds[1] - bounds[0],
         compute_ns=total(difference(busy, union(exposed + waiting))),

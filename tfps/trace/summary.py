@@ -10,12 +10,12 @@ import heapq
 import itertools
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import Capture, CapturedView, Setting, Span
+from tfps.trace.capture import WAITS, Capture, CapturedView, Setting, Span
 from tfps.trace.step_times import (
     Interval,
     Intervals,
@@ -85,11 +85,24 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Exposed wait for one variable: nanoseconds over all workers and steps. Each instant counts once per worker, for
-    the most urgent variable waited for."""
+    """Exposed wait for one variable, or the rows of one table: nanoseconds over all workers and steps. Each instant
+    counts once per worker, for the most urgent variable waited for."""
 
     variable: str
     exposed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableUse:
+    """What steps have exchanged of one table, and how long that took; added up over workers and steps."""
+
+    table: str
+    wait_ns: int  # at least one of a worker's lookups waited for its rows
+    questions: int  # about rows, that reached a pserver
+    held_ns: int  # from these to their last answer: most of it, until the step before had been applied
+    asked_bytes: int  # ids of rows that were asked for
+    rows_bytes: int  # the rows
+    gradient_bytes: int  # gradients, with their ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,7 @@ class Summary:
     limit: str
     view: str  # at the start: generation, workers, pservers; empty if the capture does not say
     changes: tuple[str, ...]  # of the view: when, who takes part from then on, why
+    tables: tuple[TableUse, ...]
 
 
 def summarize(capture: Capture) -> Summary:
@@ -134,7 +148,7 @@ class _Summarizer:
         if not self._bounds:
             raise TfpsError(f"a capture needs at least one span of kind 'step' to be summarized, got none of {wanted}")
         self._ranks = sorted({rank for ranks in self._bounds.values() for rank in ranks})
-        self._gates, self._updates = self._times(self._rank, "gate"), self._times(self._rank, "update")
+        self._waits, self._updates = self._times(self._rank, *WAITS), self._times(self._rank, "update")
         self._wires: dict[tuple[str, int], Intervals] = self._times(lambda span: (span.kind, span.pserver), *_WIRES)
         late = self._times(lambda span: span.rank, "aggregate")
         self._late = dict(sorted(late.items(), key=lambda item: -total(item[1])))  # rank -> when a sum waited for it
@@ -148,7 +162,7 @@ class _Summarizer:
         steps = []
         for step, bounds in sorted(self._bounds.items()):
             workers = {
-                rank: step_times(own, computing[rank], self._gates[rank], inputs[rank], under_way[rank])
+                rank: step_times(own, computing[rank], self._waits[rank], inputs[rank], under_way[rank])
                 for rank, own in sorted(bounds.items())
             }
             begin, end = bounds[min(bounds)]
@@ -161,17 +175,19 @@ class _Summarizer:
             list(itertools.chain(*messages.values())),
             list(itertools.chain(*sums.values())),
         )
+        costs = self._costs()
         return Summary(
             name=self._capture.name,
             settings=dict(self._capture.settings),
             workers=len(self._ranks),
             totals=totals,
             steps=tuple(steps),
-            costs=self._costs(),
+            costs=costs,
             inversion=self._inversion,
-            limit=self._limit(totals),
+            limit=self._limit(totals, costs),
             view=self._view(),
             changes=tuple(itertools.starmap(self._change, self._capture.changes)),
+            tables=tuple(self._tables(itertools.chain(*messages.values()))),
         )
 
     def _rank(self, span: Span) -> int:
@@ -181,11 +197,15 @@ class _Summarizer:
         return _unions((key(span), (span.begin_ns, span.end_ns)) for kind in kinds for span in self._kinds[kind])
 
     def _slices_under_way(self) -> dict[int, Intervals]:
-        """Per rank, when its slices were under way: each from its first to its last span."""
-        whole: dict[tuple[int, int, int, int], Interval] = {}
+        """Per rank, when its slices were under way: each from its first to its last span.
+
+        Rows may be asked for long before there is an answer: what is held back meanwhile is not under way.
+        """
+        whole: dict[tuple[int, ...], Interval] = {}
         for kind in ("queued", "wire", "reply_queued", "reply_wire"):
             for span in self._kinds[kind]:
-                key = span.rank, span.step, span.bucket, span.slice
+                own = len(whole) if self._capture.asks(span) else 0
+                key = span.rank, span.step, span.bucket, span.slice, span.pserver, own
                 begin, end = whole.get(key, (span.begin_ns, span.end_ns))
                 whole[key] = min(begin, span.begin_ns), max(end, span.end_ns)
         return _unions((rank, times) for (rank, *_), times in whole.items())
@@ -232,21 +252,44 @@ class _Summarizer:
 
     def _costs(self) -> tuple[Cost, ...]:
         spent: Counter[tuple[int, str]] = Counter()
-        gates = _grouped((self._rank(span), span) for span in self._kinds["gate"])
+        found = _grouped((self._rank(span), span) for kind in WAITS for span in self._kinds[kind])
         for ranks in self._bounds.values():
             for rank, (begin, end) in ranks.items():
                 waits = sorted(
                     (span.priority, max(span.begin_ns, begin), min(span.end_ns, end), span)
-                    for span in gates[rank]
+                    for span in found[rank]
                     if span.begin_ns < end and begin < span.end_ns
                 )
                 causes = (
                     ((span.bucket, self._capture.variable_name(span) or "?"), [(first, last)])
                     for _, first, last, span in waits
                 )
-                _attribute(clip(self._gates[rank], begin, end), causes, spent)
-        found = [Cost(name, ns) for (_, name), ns in spent.items() if ns]
-        return tuple(sorted(found, key=lambda cost: (-cost.exposed_ns, cost.variable)))
+                _attribute(clip(self._waits[rank], begin, end), causes, spent)
+        costs = [Cost(name, ns) for (_, name), ns in spent.items() if ns]
+        return tuple(sorted(costs, key=lambda cost: (-cost.exposed_ns, cost.variable)))
+
+    def _tables(self, messages: Iterable[Span]) -> Iterator[TableUse]:
+        held, exchanged = self._by_step("held"), _grouped((span.bucket, span) for span in messages)
+        questions = _grouped((span.bucket, span) for spans in held.values() for span in spans)
+        lookups = self._times(lambda span: (span.bucket, self._rank(span)), "lookup")
+        for bucket in sorted(self._capture.tables):
+            waits = (
+                total(clip(lookups[bucket, rank], *bounds))
+                for ranks in self._bounds.values()
+                for rank, bounds in ranks.items()
+            )
+            nbytes: Counter[tuple[str, bool]] = Counter()
+            for span in exchanged[bucket]:
+                nbytes[span.kind, self._capture.asks(span)] += max(span.nbytes, 0)
+            yield TableUse(
+                self._capture.buckets[bucket].name,
+                sum(waits),
+                len(questions[bucket]),
+                sum(span.duration_ns for span in questions[bucket]),
+                nbytes["wire", True],
+                nbytes["reply_wire", True],
+                nbytes["wire", False],
+            )
 
     def _inversions(self) -> tuple[set[int], Inversion | None]:
         """The messages (by id) that a more urgent one waited behind, and the most frequent pair."""
@@ -274,7 +317,7 @@ class _Summarizer:
         first, second = (self._capture.buckets[bucket].name if bucket >= 0 else "?" for bucket in pair)
         return wrong, Inversion(first, second, times)
 
-    def _limit(self, totals: Totals) -> str:
+    def _limit(self, totals: Totals, costs: Sequence[Cost]) -> str:
         """What a step waits for, in words."""
         limit = limit_of(totals.duration_ns, totals.exposed_ns, totals.input_ns)
         if limit is Limit.COMPUTATION:
@@ -300,6 +343,9 @@ class _Summarizer:
         # Only if slices wait for it: else others are later, for reasons of their own, and there is no way on one host.
         if cause == _NETWORK and not here and (slowest := _busiest(waiting)) is not None and slowest == totals.slowest:
             said += f"; worker {slowest} has the slowest way, and the others wait for it"
+        tables = {self._capture.buckets[bucket].name for bucket in self._capture.tables}
+        if rows := sum(cost.exposed_ns for cost in costs if cost.variable in tables):
+            said += f"; {_part(rows, sum(cost.exposed_ns for cost in costs))} of that wait is for rows of tables"
         if totals.messages and totals.inversions > _SHOWN_INVERSIONS * totals.messages:
             said += f"; {_part(totals.inversions, totals.messages)} of the messages were sent before more urgent ones"
         return said
@@ -321,7 +367,7 @@ class _Summarizer:
     def _explain(self, rank: int, causes: Counter[str], links: Counter[int]) -> None:
         """Attributes the time that this rank's reads waited, each moment to the first cause that applies."""
         bounds = [ranks[rank] for ranks in self._bounds.values() if rank in ranks]
-        left = union(part for begin, end in bounds for part in clip(self._gates[rank], begin, end))
+        left = union(part for begin, end in bounds for part in clip(self._waits[rank], begin, end))
         own = (span for kind in _WIRES for span in self._kinds[kind] if span.rank == rank)
         found = _unions((span.pserver, (span.begin_ns, span.end_ns)) for span in own)
         for pserver, times in found.items():

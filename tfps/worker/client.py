@@ -254,8 +254,12 @@ class PserverClient:
         steps, full = [each.step for each in found], all(each.full for each in found)
         return SavedRows(max(steps), sum(each.rows for each in found), sum(each.nbytes for each in found), full)
 
-    def restore_rows(self, table: int, step: int, folders: Sequence[str], name: str, identity: str) -> SavedRows:
-        request = pb.RestoreRowsRequest(**self._of_table(table, step), folders=folders, name=name, id=identity)
+    def restore_rows(
+        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, alone: bool
+    ) -> SavedRows:
+        request = pb.RestoreRowsRequest(
+            **self._of_table(table, step), folders=folders, name=name, id=identity, alone=alone
+        )
         found = self._on_all("RestoreRows", request)
         slots = all(each.slots for each in found)
         rows, nbytes = sum(each.rows for each in found), sum(each.nbytes for each in found)

@@ -96,8 +96,8 @@ class CurrentWorker:
     def save_rows(self, *arguments: Argument) -> SavedRows:
         return self._worker.save_rows(*arguments)
 
-    def restore_rows(self, *arguments: Argument) -> SavedRows:
-        return self._worker.restore_rows(*arguments)
+    def restore_rows(self, *arguments: Argument, **options: Argument) -> SavedRows:
+        return self._worker.restore_rows(*arguments, **options)
 
     def put_rows(self, *arguments: Argument) -> None:
         self._worker.put_rows(*arguments)

@@ -140,7 +140,9 @@ class EmbeddedExchange:
         found = write_shard(self._table(table), folder, name, since=since, lock=self._updating)
         return SavedRows(found["step"], found["rows"], found["nbytes"], found["since"] is None)
 
-    def restore_rows(self, table: int, step: int, folders: Sequence[str], name: str, identity: str) -> SavedRows:
+    def restore_rows(
+        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, *, alone: bool = False
+    ) -> SavedRows:
         kept = self._table(table)
         with self._updating:
             found = read_table(kept, folders, name)

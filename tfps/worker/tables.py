@@ -85,8 +85,10 @@ class WorkerTables(abc.ABC):
     def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
         return self._client.save_rows(table, step, folder, name, since)
 
-    def restore_rows(self, table: int, step: int, folders: Sequence[str], name: str, identity: str) -> SavedRows:
-        return self._client.restore_rows(table, step, folders, name, identity)
+    def restore_rows(
+        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, *, alone: bool = False
+    ) -> SavedRows:
+        return self._client.restore_rows(table, step, folders, name, identity, alone)
 
     def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
         owners = self._table(table).table.owners(ids, len(self.view.pservers))

@@ -1,0 +1,125 @@
+"""Trains the model of a `Work` with Keras: worker.py KIND --work JSON.
+
+Kinds: `tfps` (rows on pservers, as the environment has them), `local` (the same layer without a strategy), `keras`
+(keras.layers.Embedding without a strategy, compiled as Keras does it by itself), `keras_plain` (the same without XLA).
+It answers lines of its stdin with a line of JSON: `prepare` makes batches, `fit` takes the steps of a round with them:
+seconds per step behind the first ones, and how long the graph of a step waited for its rows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+
+import tfps
+from tfps.exchange.interface import Reply
+from tfps.runtime import foreseen, tables
+from tfps.types import Argument, Array, Logs, Optimizer
+from tools.tables import work as works
+from tools.tables.work import Work, say
+
+KINDS = ("tfps", "local", "keras", "keras_plain")
+SETTLE_S = 60.0
+
+
+class Clock(keras.callbacks.Callback):  # type: ignore[misc]
+    """When steps ended, and how long lookups had waited until then."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self._waits = waits
+        self.ends: list[float] = []
+        self.waited: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self.ends.append(time.perf_counter())
+        self.waited.append(self._waits.total_s)
+
+
+class Waits:
+    """How long graphs have waited for rows, from when they asked on; those of all lookups are added."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        asks, finishes = tables._Lookups._ask, tables._Lookups._finish
+        since: dict[int, float] = {}
+
+        def ask(lookups: Argument, *arguments: Argument) -> None:
+            finish = arguments[-1]
+            since[id(finish.args[0])] = time.perf_counter()
+            asks(lookups, *arguments)
+
+        def done(lookups: Argument, results: Argument, run: Argument, reply: Reply) -> None:
+            self.total_s += time.perf_counter() - since.pop(id(results))
+            finishes(lookups, results, run, reply)
+
+        tables._Lookups._ask, tables._Lookups._finish = ask, done  # type: ignore[method-assign]
+
+
+def build(kind: str, work: Work) -> keras.Model:
+    """A table, and two dense layers on the rows of all features."""
+    if kind in ("tfps", "local"):
+        table = tfps.layers.Embedding(work.rows if work.bounded else None, work.dim)
+    else:
+        table = keras.layers.Embedding(work.rows, work.dim)
+    layers = [table, keras.layers.Flatten(), keras.layers.Dense(works.UNITS, activation="relu"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.layers.Input((work.features,), dtype="int64"), *layers])
+    model.compile(
+        adagrad(),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        jit_compile="auto" if kind == "keras" else False,
+    )
+    return model
+
+
+def adagrad() -> Optimizer:
+    """As peers have it."""
+    return keras.optimizers.Adagrad(works.LEARNING_RATE, works.ACCUMULATOR, works.EPSILON)
+
+
+def _fit(model: keras.Model, x: Array, y: Array, batch: int, warmup: int, waits: Waits) -> dict[str, float]:
+    clock = Clock(waits)
+    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=[clock])
+    steps = len(clock.ends) - warmup
+    return {
+        "step_s": (clock.ends[-1] - clock.ends[warmup - 1]) / steps,
+        "wait_s": (clock.waited[-1] - clock.waited[warmup - 1]) / steps,
+    }
+
+
+def main() -> None:
+    """The program."""
+    parser = works.parser("Trains embeddings with Keras.")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--no-foresight", action="store_true", help="ask for rows when a step begins, not before")
+    options = parser.parse_args()
+    work, strategy, workers = options.work, None, 1
+    if options.no_foresight:
+        foreseen.Ahead.staged = lambda ahead, batch: None  # type: ignore[method-assign]
+    waits = Waits()
+    if options.kind == "tfps":
+        strategy = tfps.Strategy()
+        workers = strategy.num_workers
+        with strategy.scope():
+            model = build(options.kind, work)
+    else:
+        model = build(options.kind, work)
+    examples, rounds = None, 0
+    for line in sys.stdin:
+        if line.strip() == "prepare":
+            examples, rounds = work.examples(rounds, options.warmup + options.steps, workers), rounds + 1
+            say({})
+            continue
+        found = _fit(model, *examples, work.batch * workers, options.warmup, waits)
+        if strategy is not None:
+            strategy._runtime.settle(SETTLE_S)
+        say(found)
+
+
+if __name__ == "__main__":
+    main()
