@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_versions import KERAS_3_8
 
 import tfps
 from tfps.errors import UnsupportedError
@@ -59,14 +60,21 @@ def ids_of_every_kind(rng: np.random.Generator) -> Structure:
 
 
 def weights_of_every_kind(ids: Structure, rng: np.random.Generator) -> Structure:
-    """Also negative, and of one feature none."""
-    one, (wide, _, (ragged, sparse)) = ids["one"], ids["others"]
+    """Also negative, and of one feature none, which Keras 3.8 does not know."""
+    one, (wide, others, (ragged, sparse)) = ids["one"], ids["others"]
 
     def drawn(values: Value) -> Value:
         return tf.constant(rng.normal(size=values.shape), tf.float32)
 
     of_sparse = tf.SparseTensor(sparse.indices, drawn(sparse.values), sparse.dense_shape)
-    return {"one": drawn(one), "others": [drawn(wide), None, (ragged.with_values(drawn(ragged.values)), of_sparse)]}
+    return {
+        "one": drawn(one),
+        "others": [
+            drawn(wide),
+            drawn(others) if KERAS_3_8 else None,
+            (ragged.with_values(drawn(ragged.values)), of_sparse),
+        ],
+    }
 
 
 def examples(ids: Value, weights: Value) -> list[tuple[Array, Array]]:
@@ -295,6 +303,19 @@ def test_shapes_are_those_of_the_configs_but_for_the_batch_of_a_replica() -> Non
     spec = layer({"a": [keras.Input((WIDTH,), dtype="int32")]})["a"][0]
     assert (spec.shape, spec.dtype) == ((None, DIM), "float16")
     assert layer({"a": [np.zeros((8, WIDTH), "int8")]})["a"][0].dtype == tf.float16
+
+
+def test_ids_of_a_rank_that_is_unknown_while_a_graph_is_made_are_looked_up() -> None:
+    """Iterators over a replica's part of a batch do not know it of sparse tensors."""
+    table = TableConfig("films", IDS, DIM)
+    layer = DistributedEmbedding([feature("dense", table, WIDTH), feature("sparse", table, WIDTH)])
+    ids = [tf.constant([[1, 2, 3, 4]]), tf.SparseTensor([[0, 2]], [5], [1, WIDTH])]
+    expected = layer(ids)
+    found = tf.function(layer, input_signature=[[tf.TensorSpec(None, tf.int32), tf.SparseTensorSpec(None, tf.int32)]])(
+        ids
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_all_rows_are_a_tensor_with_gradients_in_graphs_and_out_of_them() -> None:

@@ -109,7 +109,7 @@ def dlrm(job: Job) -> Results:
 
 
 class Ragged(keras.Model):
-    """What of an example there is, without padding; the layer is given what it has preprocessed."""
+    """Ids without padding, as ragged and as sparse tensors; the layer is given what it has preprocessed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,17 +119,18 @@ class Ragged(keras.Model):
         self.top = L.Dense(1)
 
     def call(self, inputs: Structure) -> Value:
-        seen = tf.RaggedTensor.from_tensor(inputs["seen"], inputs["length"])
-        liked = tf.sparse.from_dense(inputs["liked"])
-        return self.top(keras.ops.concatenate(self.embedding(self.embedding.preprocess([seen, liked])), axis=1))
+        given = self.embedding.preprocess([inputs["seen"], tf.sparse.from_dense(inputs["liked"])])
+        return self.top(keras.ops.concatenate(self.embedding(given), axis=1))
 
 
 def ragged(job: Job) -> Results:
     masks = np.arange(LENGTH) < lengths(5)[:, None]
-    x = {"seen": ids(FILMS, 3, LENGTH), "length": lengths(4), "liked": ids(FILMS, 6, LENGTH) * masks}
+    seen = tf.RaggedTensor.from_tensor(tf.constant(ids(FILMS, 3, LENGTH)), lengths(4))
+    x = {"seen": seen, "liked": ids(FILMS, 6, LENGTH) * masks}
+    y = labels(5)[:, None].astype("float32")
     with job.scope():
         model = compiled(Ragged(), keras.losses.MeanSquaredError())
-    fit = model.fit(x, labels(5)[:, None].astype("float32"), epochs=2, **OPTIONS)
+    fit = model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), epochs=2, verbose=0)
     return {**weights(model), **tables(model.embedding), **history(fit)}
 
 

@@ -120,7 +120,7 @@ def test_an_incremental_save_has_what_has_changed_and_what_has_gone(tmp_path: Pa
 
 def test_a_shard_is_full_where_too_many_rows_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others of that save are not, and on another number of pservers all is right too."""
-    spec = spec_of("adagrad", 3, expire_after=2)
+    spec = spec_of("adagrad", 3, max_rows=40)
     tables = [updated(spec, range(100), place=place, count=2) for place in range(2)]
     for table in tables:
         files.write_shard(table, tmp_path / "1", "user", since=None)
@@ -183,6 +183,15 @@ def test_rows_of_another_rule_are_read_and_their_slots_begin_anew(tmp_path: Path
         assert not np.any(chunk.arrays[1:])
 
 
+def test_ids_without_a_row_go_on_reading_as_they_did(tmp_path: Path) -> None:
+    (table,) = saved(tmp_path, SPEC, 1)
+    other = Table(spec_of("adagrad", 3, seed=8))
+    assert other.pull(int64([-5])).tobytes() != table.pull(int64([-5])).tobytes()
+    files.read_table(other, tmp_path, "user")
+    assert other.pull(int64([-5])).tobytes() == table.pull(int64([-5])).tobytes()
+    assert other.spec == SPEC
+
+
 def test_a_table_whose_rule_changes_is_saved_in_full(tmp_path: Path) -> None:
     (table,) = saved(tmp_path / "1", SPEC, 1)
     rows, spec = table.pull(np.arange(40)), spec_of("adam", 3)
@@ -195,7 +204,7 @@ def test_a_table_whose_rule_changes_is_saved_in_full(tmp_path: Path) -> None:
     assert dump([read]) == dump([table])
     assert files.saved_update(tmp_path / "2", "user") == spec.update
     with pytest.raises(ConfigError, match="table can only change its update"):
-        table.change(spec_of("adam", 3, seed=8))
+        table.change(spec_of("adam", 3, admit_after=2))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -221,6 +230,15 @@ def test_a_save_that_was_broken_off_is_missing(tmp_path: Path, monkeypatch: pyte
         files.write_shard(tables[1], tmp_path, "user", since=None)
     assert not list(tmp_path.glob("*.partial"))
     refused(tmp_path, "user-1-of-2.json is missing", SPEC)
+
+
+def test_a_table_is_empty_if_a_file_turns_out_to_be_damaged(tmp_path: Path) -> None:
+    saved(tmp_path, SPEC, 2)
+    part = tmp_path / "user-1-of-2.0.npz"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    refused(tmp_path, "user-1-of-2.0.npz is damaged", SPEC, left=False)
 
 
 def test_saves_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None:

@@ -135,6 +135,21 @@ def test_messages_that_were_seen_at_one_end_alone_are_left_out() -> None:
     assert sorted(found) == [("queued", 0, 1, 1), ("queued", 1, 0, 0), ("wire", 0, 0, 0)]
 
 
+def test_answers_in_several_messages_are_told_apart_and_align_clocks_as_others_do() -> None:
+    w0, _, p0, _ = hosts = job(0, 0, 70 * MS, 0, measure=lambda *_: -70 * MS)
+    send(w0, p0, 1000, 3000, index=2**16)
+    first, second, later = (4000, 5000), (9_000_000, 9_002_000), (10_000_000, 10_004_000)
+    for times in (first, second, later):
+        send(p0, w0, *times, index=2**16)
+    capture = assembled(hosts)
+    off_ns = capture.processes[2].clock_offset_ns + 70 * MS
+    assert (abs(off_ns) <= 1500, capture.processes[2].clock_error_ns) == (True, 1500)
+    found = [(one.begin_ns - off_ns, one.end_ns) for one in wires(capture) if one.kind == "reply_wire"]
+    assert found == [first, second, later]
+    p0.recorder.sent(0, 70 * MS + 11_000_000, 0, 0, 2**16, 0, 8, 0, -1)  # of which the worker knows nothing
+    assert [one.kind for one in wires(assembled(hosts))] == ["wire"]
+
+
 def test_spans_of_unknown_buckets_and_variables_do_no_harm() -> None:
     hosts = job(0, 0, 0, 0, measure=lambda *_: 0)
     for bucket, variable in ((0, 0), (0, 1), (1, 0), (-1, 0)):

@@ -15,9 +15,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import KINDS, Capture, CapturedBucket, CapturedView, Kind, Process, Span, lane_of, rows
+from tfps.trace.capture import (
+    FIRST_ASKED,
+    KINDS,
+    Capture,
+    CapturedBucket,
+    CapturedView,
+    Kind,
+    Process,
+    Span,
+    by_lane,
+    lane_of,
+    rows,
+)
 from tfps.trace.capture_file import chrome_path, read, read_columns, write_chrome
 from tfps.types import Argument, Json
+from tfps.worker import table_bucket
 
 PROCESSES = (
     Process("worker", 0, "a"),
@@ -311,6 +324,54 @@ def test_perfetto_draws_a_change_through_all_lanes(tmp_path: Path) -> None:
         "step": 3, "rank": 1, "generation": 2, "ranks": [0], "reason": "rank 1 died", "note": "step 3 lacks it",
         "lacking": {"a, b": [0]},
     }  # fmt: skip
+
+
+def of_table(step: int = 3) -> list[Span]:
+    """A table, bucket 1, on one pserver: rank 0 asks for rows, in two answers, and adds gradients; rank 1 adds none."""
+    common: dict[str, int] = {"step": step, "bucket": 1, "priority": 1, "rank": 0}
+    asks = {**common, "slice": FIRST_ASKED + 7, "pserver": 0}
+    adds = {**common, "slice": 0, "pserver": 0}
+    return [
+        Span("lookup", 0, "gates", 1000, 5000, **common),
+        Span("queued", 0, "queue", 1000, 1100, **asks),
+        Span("wire", 0, "to pserver 0", 1100, 2000, **asks),
+        Span("held", 2, "rows", 2000, 4000, **asks),
+        Span("reply_queued", 2, "reply queue", 2000, 2100, **asks),
+        Span("reply_wire", 2, "to worker 0", 2100, 2500, **asks),
+        Span("reply_wire", 2, "to worker 0", 4100, 4500, **asks),
+        Span("ready", 0, "gradients", 6000, 6000, **common),
+        Span("wire", 0, "to pserver 0", 6100, 7000, **adds),
+        Span("aggregate", 2, "aggregate", 7000, 8000, **{**adds, "slice": -1}),
+        Span("reply_wire", 2, "to worker 0", 8100, 9000, **adds),
+    ]
+
+
+def test_of_a_table_ids_rows_and_gradients_are_told_apart_and_arrows_do_not_mix_them(tmp_path: Path) -> None:
+    assert Capture(PROCESSES, BUCKETS, tuple(chain())).tables == set()
+    capture = Capture(PROCESSES, BUCKETS, tuple(of_table()))
+    assert capture.tables == {1}
+    assert [capture.title(span) for span in capture.spans] == [
+        *("lookup a, b", "queued ids of a, b", "wire ids of a, b", "held a, b", "reply_queued rows of a, b"),
+        *("reply_wire rows of a, b", "reply_wire rows of a, b", "ready gradients of a, b"),
+        *("wire gradients of a, b", "aggregate gradients of a, b", "reply_wire gradients of a, b"),
+    ]
+    write_chrome(capture, tmp_path / "t.gz")
+    events = events_of(tmp_path / "t.gz")
+    (asked,) = [event for event in events if event["name"] == "wire ids of a, b"]
+    assert asked["args"]["key"] == f"1/{FIRST_ASKED + 7}"
+    flows: dict[int, list[float]] = {}
+    for event in events:
+        if event["ph"] in "stf":
+            flows.setdefault(event["id"], []).append(event["ts"])
+    assert list(flows.values()) == [[0.1, 1.0, 1.1, 3.1], [5.1, 6.0, 7.1]]
+    worker, pserver = ([lane for where, lane in by_lane(capture.spans) if where == process] for process in (0, 2))
+    assert (worker, pserver) == (
+        ["gates", "gradients", "queue", "to pserver 0"], ["rows", "aggregate", "reply queue", "to worker 0"]
+    )  # fmt: skip
+
+
+def test_questions_for_rows_are_those_that_workers_ask() -> None:
+    assert table_bucket.FIRST_ASKED == FIRST_ASKED
 
 
 def test_a_file_of_before_there_were_views_is_read(tmp_path: Path) -> None:

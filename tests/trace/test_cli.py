@@ -12,7 +12,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from tfps.trace.capture import CapturedView, Span
+from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedView, Process, Span
 from tfps.trace.capture_file import chrome_path, read, write_chrome
 from tfps.trace.cli import main
 from tfps.trace.summary import summarize
@@ -56,6 +56,25 @@ def test_it_says_who_takes_part_and_what_changed(
     assert lines[1] == "at the start: generation 1, with workers 0, 1 and pservers host0:7070, host1:7070"
     assert lines[2].startswith("at ")
     assert "generation 2, with worker 0: rank 1 [bold] died" in lines[2]
+
+
+def test_it_shows_what_each_table_exchanges_and_how_long_rows_are_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes = Process("worker", 0), Process("worker", 1), Process("pserver", 0)
+    asks = {"step": 1, "bucket": 0, "slice": FIRST_ASKED, "pserver": 0}
+    spans = [Span("step", rank, "steps", 0, 9_000_000, 1, rank=rank) for rank in (0, 1)]
+    spans += [Span("lookup", rank, "gates", 1_000_000, 3_000_000, 1, 0, rank=rank) for rank in (0, 1)]
+    spans += [
+        Span("wire", 0, "to pserver 0", 1_000_000, 2_000_000, nbytes=600, rank=0, **asks),
+        Span("held", 2, "rows", 2_000_000, 2_500_000, rank=0, **asks),
+        Span("reply_wire", 2, "to worker 0", 2_500_000, 3_000_000, nbytes=80_000, rank=0, **asks),
+    ]
+    capture = Capture(processes, (CapturedBucket("[user]", (), 0, 0),), tuple(spans))
+    write_chrome(capture, tmp_path / "one.gz")
+    assert main([str(tmp_path / "one.gz")]) == 0
+    (row, _) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("[user]"))
+    assert row == ["[user]", "2", "ms", "0.5", "ms", "0.3", "kB", "40", "kB", "0", "kB"]
 
 
 def test_of_a_log_directory_it_shows_the_newest_capture(

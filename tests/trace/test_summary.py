@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import Capture, CapturedBucket, CapturedView, Kind, Process, Span, lane_of
+from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedView, Kind, Process, Span, lane_of
 from tfps.trace.step_times import Intervals, clip, difference, intersection, total, union
-from tfps.trace.summary import Summary, summarize
+from tfps.trace.summary import Summary, TableUse, summarize
 from tfps.types import Argument
 from tools import model_profiles, simulation
 from tools.synthetic_captures import POLICIES, repeated, synthetic_capture
@@ -166,6 +166,38 @@ def test_what_limits_is_said_in_words(spans: list[tuple[Kind, int, int]], limit:
     assert make([span("step", 0, 1000, step=1), *(span(*one) for one in spans)]).limit == limit
 
 
+def test_rows_are_waited_for_as_variables_are_and_a_table_has_its_own_figures() -> None:
+    adds = {"bucket": 0, "slice": 0, "step": 1, "rank": 0}
+    asks = {**adds, "slice": FIRST_ASKED + 5}
+    gate = span("gate", 300, 450, bucket=1, variable=1, step=0)
+    spans = [
+        span("step", 0, 1000, step=1),
+        span("forward", 0, 500, step=1),
+        span("lookup", 100, 400, bucket=0, step=1, nbytes=800),
+        span("lookup", 200, 350, bucket=0, step=1, nbytes=80),
+        gate,
+        span("queued", 10, 20, **asks),  # before the lookup: its batch was known
+        span("wire", 20, 40, nbytes=30, **asks),
+        span("held", 40, 380, process=1, nbytes=800, **asks),
+        span("reply_wire", 40, 60, process=1, nbytes=500, **asks),
+        span("reply_wire", 380, 400, process=1, nbytes=300, **asks),
+        span("wire", 600, 700, nbytes=850, **adds),
+        span("aggregate", 700, 720, process=1, bucket=0, step=1, rank=0),
+        span("reply_wire", 720, 730, process=1, nbytes=0, **adds),
+        span("lookup", 1100, 1200, bucket=0, step=2),  # after all steps
+    ]
+    summary = make(spans)
+    times = summary.steps[0].workers[0]
+    assert (times.compute_ns, times.exposed_ns) == (150, 350)
+    assert times.under_way_ns == 50 + 20 + 130, "what is held back is not under way"
+    assert times.hidden_ns == 50 + 130
+    assert [(cost.variable, cost.exposed_ns) for cost in summary.costs] == [("a", 300), ("c", 50)]
+    assert summary.tables == (TableUse("a", 300, 1, 340, 30, 800, 850),)
+    assert summary.limit.startswith("pservers and queues, with nothing on the wire, in 94% of the exposed wait")
+    assert summary.limit.endswith("; 86% of that wait is for rows of tables")
+    assert "rows" not in make([spans[0], gate]).limit
+
+
 def test_a_worker_whose_link_keeps_the_others_waiting_is_named() -> None:
     assert waiting_for(1).limit.endswith("worker 1 has the slowest way, and the others wait for it")
 
@@ -251,15 +283,16 @@ def captures(draw: st.DrawFn) -> Capture:
             at = begin + draw(st.integers(1, 150))
             spans.append(span("step", begin, at, process=rank, step=step))
     whole = st.integers(0, 1)
-    for kind in ("forward", "backward", "gate", "input", "update"):
+    for kind in ("forward", "backward", "gate", "lookup", "input", "update"):
         for (begin, took), rank, bucket in draw(st.lists(st.tuples(times, whole, whole), max_size=4)):
             variable = 0 if kind == "gate" else -1
             spans.append(span(kind, begin, begin + took, process=rank, bucket=bucket, variable=variable))
-    sliced: tuple[Kind, ...] = ("queued", "wire", "aggregate", "reply_queued", "reply_wire")
+    sliced: tuple[Kind, ...] = ("queued", "wire", "held", "aggregate", "reply_queued", "reply_wire")
     for kind in sliced:
         for (begin, took), rank, bucket, pserver in draw(st.lists(st.tuples(times, whole, whole, whole), max_size=6)):
             process = rank if kind in ("queued", "wire") else 2 + pserver
-            fields = {"rank": rank, "pserver": pserver, "bucket": bucket, "slice": 0, "nbytes": 10, "step": 0}
+            index = FIRST_ASKED if kind == "held" else draw(st.sampled_from((0, FIRST_ASKED)))
+            fields = {"rank": rank, "pserver": pserver, "bucket": bucket, "slice": index, "nbytes": 10, "step": 0}
             spans.append(span(kind, begin, begin + took, process=process, **fields))
     roles = (Process("worker", 0), Process("worker", 1), Process("pserver", 0), Process("pserver", 1))
     return Capture(roles, BUCKETS, tuple(spans))
@@ -285,6 +318,11 @@ def test_rules_that_hold_for_every_capture(capture: Capture) -> None:
         assert link.pushed_bytes == sum(step.totals.links[number].pushed_bytes for step in summary.steps)
         assert 0 <= link.push_busy_ns <= sum(step.end_ns - step.begin_ns for step in summary.steps)
     assert totals.inversions <= totals.messages
+    exposed_ns = sum(one.exposed_ns for step in summary.steps for one in step.workers.values())
+    assert [table.table for table in summary.tables] == [BUCKETS[bucket].name for bucket in sorted(capture.tables)]
+    for table in summary.tables:
+        assert 0 <= table.wait_ns <= exposed_ns
+        assert table.asked_bytes + table.gradient_bytes <= sum(link.pushed_bytes for link in totals.links)
     assert summary.limit
     json.dumps(asdict(summary), allow_nan=False)
 

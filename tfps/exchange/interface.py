@@ -259,13 +259,22 @@ class Tables(Protocol):
         """
 
     def restore_rows(
-        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, *, alone: bool = False
+        self,
+        table: int,
+        step: int,
+        folders: Sequence[str],
+        name: str,
+        identity: str,
+        *,
+        alone: bool = False,
+        seed: str = "",
     ) -> SavedRows:
         """Replaces all rows by those of a full save and those after it, once, when all ranks have called it.
 
         Args:
             identity: names what is restored; each rank calls it with the same.
             alone: other ranks need not call it: they read nothing meanwhile.
+            seed: without folders: no id has a row, and all read as its initial values.
 
         Raises:
             ConfigError: the files do not fit, or are damaged.

@@ -49,9 +49,9 @@ class DistributedEmbedding(keras.layers.Layer):
 
     Input: for each feature integer ids of its `input_shape`: dense with one dimension (one id for an example) or
     more, `tf.RaggedTensor` or `tf.SparseTensor` with two. `weights`, if any, in the same structure (None: a feature
-    has none), each of the kind and shape of its ids; ragged and sparse ones also have their row lengths and indices.
-    The batch dimension may differ from that of `input_shape`: a replica has its part of the global batch. Ids beyond
-    the width of `input_shape` are refused where the width is known, and never cut off.
+    has none; not with Keras 3.8), each of the kind and shape of its ids; ragged and sparse ones also have their row
+    lengths and indices. The batch dimension may differ from that of `input_shape`: a replica has its part of the
+    global batch. Ids beyond the width of `input_shape` are refused where the width is known, and never cut off.
 
     Output: for each feature [batch, embedding_dim] in the layer's compute dtype; of examples without ids 0.
 
@@ -171,7 +171,7 @@ class SharedTable(Embedding):
         given: list[_Given] = []
         for config, ids, weights in features:
             with _about(f"feature {config.name!r}"):
-                given.append(_Given(config, self._checked(ids), weights))
+                given.append(_Given(config, _ranked(self._checked(ids), config), weights))
                 _check(*given[-1])
         flat = [_flat(each.ids) for each in given]
         rows = self._look_up(tf.concat(flat, 0))
@@ -194,7 +194,7 @@ class SharedTable(Embedding):
         flat = _flat(ids)
         counts = self._weights(flat, None if weights is None else _same_places(ids, weights))
         found = self._combined(rows, counts, segments, count)
-        found.set_shape([ids.shape[0], self.output_dim])
+        found.set_shape([None if ids.shape.rank is None else ids.shape[0], self.output_dim])
         return found
 
 
@@ -314,10 +314,17 @@ def _flat(ids: Value) -> tf.Tensor:
     return tf.reshape(ids, [-1])
 
 
+def _ranked(ids: Value, config: FeatureConfig) -> Value:
+    """`ids` with a known number of dimensions, which iterators over batches of one part may not know."""
+    if ids.shape.rank is not None or isinstance(ids, tf.SparseTensor):  # of which only the first two are read
+        return ids
+    return tf.ensure_shape(ids, [None, *config.input_shape[1:]])
+
+
 def _check(config: FeatureConfig, ids: Value, weights: Value) -> None:
     """ValueError: ids or weights have a shape or a kind that they must not have."""
     dense = not isinstance(ids, (tf.RaggedTensor, tf.SparseTensor))
-    shape = config.check(ids.shape, exactly=dense)
+    shape = config.input_shape if ids.shape.rank is None else config.check(ids.shape, exactly=dense)
     if not dense and (len(shape) != 2 or (isinstance(ids, tf.RaggedTensor) and ids.values.shape.rank != 1)):
         raise ValueError(f"ragged and sparse ids must have two dimensions, the second one ragged, got {ids.shape}")
     if weights is None:

@@ -5,7 +5,9 @@ Tested in tests/layers/test_embedding.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, get_args
 
 import keras
@@ -15,12 +17,13 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
 from tfps.layers.all_rows import AllRows
+from tfps.layers.exporting import export_rows, to_embedding
 from tfps.layers.initializers import initial_of
 from tfps.policies.table_variable import TableVariable
 from tfps.strategy.optimizers import adopt
 from tfps.strategy.patches import install_all
 from tfps.strategy.table_files import load_reference, save_reference
-from tfps.types import Argument, Array, Optimizer, Options, Value
+from tfps.types import Argument, Array, Layer, Optimizer, Options, Value
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 _SETTINGS = ("admit_after", "expire_after", "max_rows")
@@ -273,6 +276,29 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         if self.input_dim is not None and len(ids) and not 0 <= ids.min() <= ids.max() < self.input_dim:
             wrong = ids[(ids < 0) | (ids >= self.input_dim)][0]
             raise ValueError(f"layer {self.name!r}: an id must be from 0 to {self.input_dim - 1}, got {wrong}")
+
+    def export_rows(self, path: str | os.PathLike[str]) -> None:
+        """Writes all rows to one file, `.npz` or `.safetensors`, in a folder that all pservers can reach.
+
+        It has `rows`, float32 [n, output_dim], and with `input_dim=None` the `ids` beside them, int64 [n], ascending.
+        Other ranks need not take part.
+
+        Raises:
+            ConfigError: the path ends otherwise, or there are no rows yet.
+        """
+        if not self.built:
+            self.build()
+        export_rows(self._rows, Path(path))
+
+    def to_embedding(self) -> Layer:
+        """A `keras.layers.Embedding` with all rows, which must fit into memory, for a model that serves.
+
+        Raises:
+            ConfigError: `input_dim` is None.
+        """
+        if not self.built:
+            self.build()
+        return to_embedding(self._rows, self.name, mask_zero=self.mask_zero)
 
     def save_own_variables(self, store: Argument) -> None:
         if self.built:

@@ -110,6 +110,18 @@ class TableVariable(keras.Variable):
 
         return attached(tf.convert_to_tensor(self.value), rows)
 
+    @property
+    def seed(self) -> int:
+        """Of the initial values."""
+        self._take_seed()
+        return self.table.seed if self.table.spec is None else self.table.spec.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.table.seed = seed
+        if self._seed is not None:
+            self._seed.assign(seed)
+
     def _take_seed(self) -> None:
         if self._seed is not None:
             with tf.init_scope():

@@ -556,7 +556,7 @@ class RestoreRowsReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., nbytes: _Optional[int] = ..., slots: bool = ...) -> None: ...
 
 class RestoreRowsRequest(_message.Message):
-    __slots__ = ["alone", "bucket", "folders", "id", "incarnation", "name", "rank", "step", "timeout_s"]
+    __slots__ = ["alone", "bucket", "folders", "id", "incarnation", "name", "rank", "seed", "step", "timeout_s"]
     ALONE_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     FOLDERS_FIELD_NUMBER: _ClassVar[int]
@@ -564,6 +564,7 @@ class RestoreRowsRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     alone: bool
@@ -573,9 +574,10 @@ class RestoreRowsRequest(_message.Message):
     incarnation: str
     name: str
     rank: int
+    seed: str
     step: int
     timeout_s: float
-    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folders: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., alone: bool = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folders: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., alone: bool = ..., seed: _Optional[str] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ["bucket", "rank", "ranks"]

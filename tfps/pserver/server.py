@@ -463,7 +463,7 @@ def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:
     if not request.alone:
         job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s))
     with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
-        return item.restore(list(request.folders), request.name, request.rank, request.id)
+        return item.restore(list(request.folders), request.name, request.rank, request.id, request.seed)
 
 
 def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:

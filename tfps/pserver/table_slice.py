@@ -27,7 +27,7 @@ from tfps.exchange.update_spec import StepScalars, difference
 from tfps.membership.view import RankSets, View
 from tfps.pserver.async_slice import StalenessBound
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
-from tfps.tables.files import read_table, write_shard
+from tfps.tables.files import restored, write_shard
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table, TableStats
 from tfps.trace.capture import NONE
@@ -349,16 +349,16 @@ class TableSlice(OwnedSlice):
         full = found["since"] is None
         return {"step": found["step"], "rows": found["rows"], "nbytes": found["nbytes"], "full": full}
 
-    def restore(self, folders: Sequence[str], name: str, rank: int, identity: str) -> dict[str, object]:
+    def restore(self, folders: Sequence[str], name: str, rank: int, identity: str, seed: str = "") -> dict[str, object]:
         """Replaces all rows, unless another rank has asked for the same; the caller holds the table."""
         with self.lock:
             if self._is_restored(rank, identity):
                 return {"step": self.table.step, "rows": self.table.stats().rows, "slots": True}
             self._restoring = True  # not the lock: it may take long, and who asks for rows meanwhile waits
         try:
-            if not Path(folders[0]).is_dir() and identity in self._saved:  # another rank's path is that of the files
-                folders = [self._saved[identity]]
-            found = read_table(self.table, folders, name)
+            if folders and not Path(folders[0]).is_dir() and identity in self._saved:
+                folders = [self._saved[identity]]  # another rank's path is that of the files
+            found = restored(self.table, folders, name, seed)
         finally:
             with self.lock:
                 self._restoring = False

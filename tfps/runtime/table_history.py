@@ -1,6 +1,6 @@
 """What this worker has exchanged of a table in its last steps, for `Strategy.report`.
 
-Tested in tests/runtime/test_report.py.
+Tested in tests/runtime/test_table_history.py.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ Tested in tests/layers/test_embedding.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -95,10 +96,11 @@ class HostTable:
 
     def declare(self, spec: TableSpec) -> None:
         """Declares it, as every rank must, once, and again if it gets another optimizer: its slots begin anew then."""
-        if self.spec == spec:
-            return
         replaces = None
         if self.spec is not None:
+            spec = dataclasses.replace(self.spec, update=spec.update)  # all else is as it was at first
+            if self.spec == spec:
+                return
             replaces = self.bucket
             self._settle()
         bucket = BucketSpec(
@@ -265,10 +267,14 @@ class HostTable:
         self._settle()
         return self.runtime.exchange.tables.save_rows(self.bucket, self.step, folder, name, since)
 
-    def restore(self, folders: Sequence[str], name: str, identity: str, *, alone: bool = False) -> SavedRows:
+    def restore(
+        self, folders: Sequence[str], name: str, identity: str, *, alone: bool = False, seed: str = ""
+    ) -> SavedRows:
         """Replaces all rows; see `Tables.restore_rows`. It must have been declared."""
         self._settle()
-        found = self.runtime.exchange.tables.restore_rows(self.bucket, self.step, folders, name, identity, alone=alone)
+        found = self.runtime.exchange.tables.restore_rows(
+            self.bucket, self.step, folders, name, identity, alone=alone, seed=seed
+        )
         self.awaits, self.changes = "", self.changes + 1
         self.ahead.clear()
         return found

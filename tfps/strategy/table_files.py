@@ -31,7 +31,8 @@ from tfps.types import Argument, Json, Model, Optimizer
 
 _RUN = uuid.uuid4().hex[:16]  # of this process, where no job has one
 _INDEX = "tables.json"
-_REFERENCE = "rows"  # in what Keras stores of a layer
+_REFERENCE, _SEED = "rows", "seed"  # in what Keras stores of a layer
+_NO_ROWS = "no rows, seed "  # in place of a reference of a table that had none
 _references: contextvars.ContextVar[dict[int, str] | None] = contextvars.ContextVar("references", default=None)
 
 
@@ -55,11 +56,15 @@ def save_reference(table: TableVariable, store: Argument) -> None:
             "model.save_weights('name.weights.h5'), not pickle, copies or an open file, or strategy.save_tables(path)"
         )
     store[_REFERENCE] = np.frombuffer(references[id(table)].encode(), np.uint8)
+    store[_SEED] = np.frombuffer(str(table.seed).encode(), np.uint8)
 
 
 def load_reference(table: TableVariable, store: Argument) -> None:
     """Takes what `save_reference` has noted: the rows follow, before any of them is read."""
-    table.table.awaits = bytes(np.asarray(store[_REFERENCE], np.uint8)).decode()
+    reference, seed = (bytes(np.asarray(store[name], np.uint8)).decode() for name in (_REFERENCE, _SEED))
+    if table.table.spec is None:
+        table.seed = int(seed)
+    table.table.awaits = reference or ("" if table.table.spec is None else f"{_NO_ROWS}{seed}")
 
 
 @contextlib.contextmanager
@@ -70,6 +75,11 @@ def _saved(model: Model, filepath: StrPath) -> Iterator[None]:
         yield
         return
     path = _local(filepath)
+    if path.suffix in (".h5", ".hdf5") and not path.name.endswith(".weights.h5"):
+        raise UnsupportedError(
+            f"Keras' old format has no place for what names the rows of tables, got {str(path)!r}; use a path that ends "
+            "in '.keras', or model.save_weights with '.weights.h5'"
+        )
     names, identity = _names(tables), _identity(tables)
     folder = path.with_name(f"{path.name}.tables") / identity
     references = {
@@ -92,6 +102,10 @@ def _saved(model: Model, filepath: StrPath) -> Iterator[None]:
 def _loaded(model: Model, filepath: StrPath) -> None:
     for table in tables_of(model):
         if reference := table.table.awaits:
+            if reference.startswith(_NO_ROWS):
+                seed = reference.removeprefix(_NO_ROWS)
+                table.table.restore([], "", reference, alone=restores_alone.get(), seed=seed)
+                continue
             path = _local(filepath)
             identity, _, name = reference.partition("/")
             folder = path.with_name(f"{path.name}.tables") / identity

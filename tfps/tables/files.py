@@ -186,6 +186,8 @@ def read_table(table: Table, directories: str | Path | Sequence[str | Path], nam
     saves = saves[begin:]
     slots = all(_rule(shard.spec) == _rule(table.spec) for shards in saves for shard in shards)
     table.clear()
+    latest = saves[-1][0].spec  # ids without a row go on reading as they did
+    table.begin_as(latest.seed, latest.initial)
     nbytes = 0
     try:
         for number, shards in enumerate(saves):
@@ -200,9 +202,31 @@ def read_table(table: Table, directories: str | Path | Sequence[str | Path], nam
     return {"step": step, "rows": table.stats().rows, "nbytes": nbytes, "slots": int(slots)}
 
 
+def restored(table: Table, folders: Sequence[str], name: str, seed: str) -> dict[str, int]:
+    """As `read_table`; without folders no id has a row, and all read as initial values of `seed`, a decimal number."""
+    if folders:
+        return read_table(table, folders, name)
+    try:
+        number = int(seed)
+    except ValueError as error:
+        raise ConfigError(f"a table without rows must have a seed, got {seed!r}") from error
+    table.clear()
+    table.begin_as(number, table.spec.initial)
+    return {"step": 0, "rows": 0, "nbytes": 0, "slots": 1}
+
+
 def saved_update(folder: str | Path, name: str) -> UpdateSpec:
     """By which rule the rows of a saved table were updated. ConfigError: there is no such save."""
     return _shards(Path(folder), name)[0].spec.update
+
+
+def rows_of_save(folder: str | Path, name: str) -> Iterator[tuple[Array, Array]]:
+    """Ids and rows of a full save, a part at a time. ConfigError: there is none, or a file is damaged."""
+    for shard in _shards(Path(folder), name):
+        for number, (rows, _) in enumerate(shard.parts):
+            wanted = {"ids": ("int64", (rows,)), "rows": ("float32", (rows, shard.spec.dim))}
+            ids, values = _arrays(shard.part(number), wanted)
+            yield ids, values
 
 
 def _read_shard(table: Table, shard: _Shard, *, slots: bool, first: bool) -> int:

@@ -1,4 +1,4 @@
-"""Which rows have gone since a step, for saves of what has changed."""
+"""Which rows have gone since a step, for saves of what has changed. Tested in tests/tables/test_index.py."""
 
 from __future__ import annotations
 

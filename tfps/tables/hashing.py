@@ -2,6 +2,8 @@
 
 The mix is the finalizer of SplitMix64 (Steele, Lea and Flood: Fast splittable pseudorandom number generators, OOPSLA
 2014): one to one, and each bit of the input changes each of the output with a probability of about one half.
+
+Tested in tests/tables/test_spec.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The gradients of several ranks as one for each row, added in the order of ranks, some rows at a time."""
+"""The gradients of several ranks as one for each row, added in the order of ranks, some rows at a time.
+
+Tested in tests/tables/test_index.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Memory of its own for one array, which grows without a copy and takes no memory where nothing was written."""
+"""Memory of its own for one array, which grows without a copy and takes no memory where nothing was written.
+
+Tested in tests/tables/test_index.py.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ the least are raised (conservative update: Estan and Varghese, SIGCOMM 2002), so
 A sketch that has counted too much says of every id that it is frequent. So all counters are halved whenever those of
 a line would have counted, on average, half of what admits an id (as TinyLFU does: https://arxiv.org/abs/1512.00727): up
 to then counts are too low for no id, and too high for few; beyond, ids that come rarely are forgotten.
+
+Tested in tests/tables/test_index.py.
 """
 
 from __future__ import annotations

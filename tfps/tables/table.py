@@ -17,6 +17,7 @@ from tfps.tables import hashing
 from tfps.tables.gone import Gone
 from tfps.tables.hashing import Ids
 from tfps.tables.index import MOST_POSITIONS, PIECE, Index, Positions
+from tfps.tables.initial import Initial
 from tfps.tables.merging import One, Part, Several, first_repeated, merged
 from tfps.tables.region import Region
 from tfps.tables.sketch import Sketch
@@ -444,7 +445,11 @@ class Table:
         self._pass(max(self._step, 0))
 
     def change(self, spec: TableSpec) -> None:
-        """Takes another rule of update: all slots begin anew. Raises ConfigError: anything else would change."""
+        """Takes another rule of update: all slots begin anew. Raises ConfigError: anything else would change.
+
+        The seed and initial values stay, which a restore may have taken from elsewhere.
+        """
+        spec = dataclasses.replace(spec, seed=self.spec.seed, initial=self.spec.initial)
         if dataclasses.replace(self.spec, update=spec.update) != spec:
             raise ConfigError(f"{self.label} can only change its update, {self.spec.text()}, got {spec.text()}")
         sparse, items = self._index is None, self._stamps.items
@@ -490,6 +495,10 @@ class Table:
         else:
             self._index.remove(positions)
         self._stamps.array[positions] = 0
+
+    def begin_as(self, seed: int, initial: Initial) -> None:
+        """Ids without a row read as these initial values from now on; for a table that has been cleared."""
+        self.spec = dataclasses.replace(self.spec, seed=seed, initial=initial)
 
     def restored(self, step: int) -> None:
         """A restore of what was saved in `step` is complete: it is the newest; what goes from now on is in `gone`."""

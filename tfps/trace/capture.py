@@ -180,7 +180,7 @@ class Capture:
         if span.kind == "change":
             return next(view.title for one, view in self.changes if one is span)
         name = self.variable_name(span)
-        if span.bucket in self.tables and span.kind != "lookup":
+        if span.bucket in self.tables and span.kind not in _OF_TABLES:
             what = "gradients" if not self.asks(span) else "ids" if span.kind in ("queued", "wire") else "rows"
             return f"{span.kind} {what} of {name}"
         return f"{span.kind} {name}".rstrip()

@@ -121,8 +121,7 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
         tables = [
             (
                 *(each.table, _ms(each.wait_ns / runs), _ms(each.held_ns / max(each.questions, 1))),
-                *(f"{nbytes / runs / 1e6:.4g} MB" for nbytes in (each.asked_bytes, each.rows_bytes)),
-                f"{each.gradient_bytes / runs / 1e6:.4g} MB",
+                *(_kb(nbytes / runs) for nbytes in (each.asked_bytes, each.rows_bytes, each.gradient_bytes)),
             )
             for each in summary.tables
         ]
@@ -144,6 +143,10 @@ def _row(name: str, totals: Totals, steps: int) -> tuple[str, ...]:
 
 def _ms(ns: float) -> str:
     return f"{ns / 1e6:.4g} ms"
+
+
+def _kb(nbytes: float) -> str:
+    return f"{nbytes / 1e3:.4g} kB"
 
 
 if __name__ == "__main__":

@@ -255,11 +255,10 @@ class PserverClient:
         return SavedRows(max(steps), sum(each.rows for each in found), sum(each.nbytes for each in found), full)
 
     def restore_rows(
-        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, alone: bool
+        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, alone: bool, seed: str
     ) -> SavedRows:
-        request = pb.RestoreRowsRequest(
-            **self._of_table(table, step), folders=folders, name=name, id=identity, alone=alone
-        )
+        about = {"folders": folders, "name": name, "id": identity, "alone": alone, "seed": seed}
+        request = pb.RestoreRowsRequest(**self._of_table(table, step), **about)
         found = self._on_all("RestoreRows", request)
         slots = all(each.slots for each in found)
         rows, nbytes = sum(each.rows for each in found), sum(each.nbytes for each in found)

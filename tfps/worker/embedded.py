@@ -29,7 +29,7 @@ from tfps.exchange.interface import (
 from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.update_spec import StepScalars
 from tfps.membership.view import View
-from tfps.tables.files import read_table, write_shard
+from tfps.tables.files import restored, write_shard
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.trace.recorder import Recorder
@@ -141,11 +141,19 @@ class EmbeddedExchange:
         return SavedRows(found["step"], found["rows"], found["nbytes"], found["since"] is None)
 
     def restore_rows(
-        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, *, alone: bool = False
+        self,
+        table: int,
+        step: int,
+        folders: Sequence[str],
+        name: str,
+        identity: str,
+        *,
+        alone: bool = False,
+        seed: str = "",
     ) -> SavedRows:
         kept = self._table(table)
         with self._updating:
-            found = read_table(kept, folders, name)
+            found = restored(kept, folders, name, seed)
             self._ahead[table] = max(kept.step + 1 - step, 0)
         return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
 

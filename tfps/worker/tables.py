@@ -86,9 +86,17 @@ class WorkerTables(abc.ABC):
         return self._client.save_rows(table, step, folder, name, since)
 
     def restore_rows(
-        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, *, alone: bool = False
+        self,
+        table: int,
+        step: int,
+        folders: Sequence[str],
+        name: str,
+        identity: str,
+        *,
+        alone: bool = False,
+        seed: str = "",
     ) -> SavedRows:
-        return self._client.restore_rows(table, step, folders, name, identity, alone)
+        return self._client.restore_rows(table, step, folders, name, identity, alone, seed)
 
     def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
         owners = self._table(table).table.owners(ids, len(self.view.pservers))

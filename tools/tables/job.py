@@ -4,116 +4,175 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
+import socket
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from tfps.types import Json
-from tools import children
+from tools import children, peers
 from tools.netlab import Host
 from tools.tables.work import Work
 
 ANSWER_S = 900.0
+# tfps' rows on pservers or in one process, those of Keras, and of peers (worker.py and peer_worker.py say more).
+TFRA = peers.Environment(
+    "tfra",
+    "TensorFlow Recommenders Addons 0.8.1, its last release, which is for TensorFlow 2.16",
+    "3.10",
+    (("tensorflow-cpu==2.16.*", "tf_keras==2.16.*", "tensorflow-recommenders-addons==0.8.1"),),
+)
 _FOLDER = pathlib.Path(__file__).parent
-_TOTALS = ("worker_cpu_s", "pserver_cpu_s", "asked", "early", "pushed", "received_bytes", "sent_bytes")
+_TOTALS = ("cpu_s", "server_cpu_s", "asked", "early", "pushed", "received_bytes", "sent_bytes")
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Job:
-    """Processes of one kind that train one table; what they measure is of all workers together.
+    """Processes that train one table together.
 
     Args:
-        kind: of worker.py.
-        pservers: how many; 0: the workers are one process.
-        hosts: of a lab, for workers and then for pservers; none: all processes are on this one.
-        options: more arguments of the workers.
-        variables: of the environment of workers.
+        workers: processes that take the steps of a round, and say what they measured.
+        servers: their pservers, or what peers have in their place.
+        asks: whether `servers` are those of pserver.py.
     """
 
     def __init__(
         self,
-        stack: contextlib.ExitStack,
-        kind: str,
         work: Work,
-        *,
-        warmup: int,
         steps: int,
-        workers: int = 1,
-        pservers: int = 0,
-        hosts: Sequence[Host] = (),
-        options: Sequence[str] = (),
-        **variables: str,
+        workers: Sequence[subprocess.Popen[str]],
+        servers: Sequence[subprocess.Popen[str]] = (),
+        *,
+        asks: bool = False,
     ) -> None:
-        self.work, self._steps = work, warmup + steps
-        starts = [host.popen for host in hosts] or [subprocess.Popen] * (workers + pservers)
-        addresses = [host.address for host in hosts] or ["127.0.0.1"] * (workers + pservers)
-        self.pservers = [
-            stack.enter_context(
-                children.python(
-                    [str(_FOLDER / "pserver.py"), address, str(workers), str(place), str(pservers)], popen=start
-                )
-            )
-            for place, (start, address) in enumerate(zip(starts[workers:], addresses[workers:], strict=True))
-        ]
-        settings = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **variables}
-        if pservers:
-            asked = [children.answer(each, ANSWER_S).strip() for each in self.pservers]
-            settings |= {"TFPS_PSERVERS": ",".join(asked), "TFPS_WORKERS": str(workers)}
-        about = ["--work", work.to_json(), "--warmup", str(warmup), "--steps", str(steps), *options]
-        self.workers = [
-            stack.enter_context(
-                children.python(
-                    [str(_FOLDER / "worker.py"), kind, *about], {**settings, "TFPS_RANK": str(rank)}, popen=start
-                )
-            )
-            for rank, start in enumerate(starts[:workers])
-        ]
+        self.work, self._steps, self._workers, self._servers, self._asks = work, steps, workers, servers, asks
 
-    def fill(self) -> dict[str, float]:
-        """Puts all rows into the pservers' tables, which a round before has declared."""
-        for each in self.pservers:
-            children.tell(each, f"fill {self.work.to_json()}")
-        return _sums(json.loads(children.answer(each, ANSWER_S)) for each in self.pservers)
-
-    def figures(self) -> dict[str, float]:
-        """Totals of all pservers since they began."""
-        for each in self.pservers:
-            children.tell(each, "figures")
-        return _sums(json.loads(children.answer(each, ANSWER_S)) for each in self.pservers)
+    def fill(self) -> dict[str, Json]:
+        """Puts all rows into the pservers' tables, which a round has declared; how long it took, rows and bytes."""
+        return _together(self._all(self._servers, f"fill {self.work.to_json()}"))
 
     def round(self) -> dict[str, Json]:
         """Takes the steps of a round.
 
         Returns:
-            step_s, wait_s: of the slowest worker: per step, and of that waiting for rows. Others: means of all steps.
-            worker_cpu_s, pserver_cpu_s: of all workers, and of all pservers.
+            step_s, wait_s: of the slowest worker: per step, and of that waiting for rows. Others are means of steps:
+            cpu_s, server_cpu_s: of all processes, and of all servers.
             asked, early, pushed: rows, of all workers; see `Traffic`.
             received_bytes, sent_bytes: payload that pservers have received and sent.
         """
-        self._all("prepare")
+        self._all(self._workers, "prepare")
         before = self._totals()
-        found = self._all("fit")
+        found = self._all(self._workers, "fit")
         after = self._totals()
-        every = self._steps
-        of_step = {name: (total - before.get(name, 0.0)) / every for name, total in after.items() if name in _TOTALS}
         slowest = {name: max(float(each[name]) for each in found) for name in ("step_s", "wait_s")}
-        return {**slowest, **{name: round(value, 6) for name, value in of_step.items()}}
+        means = {name: round((after[name] - before.get(name, 0.0)) / self._steps, 6) for name in _TOTALS if name in after}
+        return {**slowest, **means}
 
-    def _all(self, line: str) -> list[dict[str, Json]]:
-        """The answers of all workers."""
-        for each in self.workers:
-            children.tell(each, line)
-        return [json.loads(children.answer(each, ANSWER_S)) for each in self.workers]
-
-    def _totals(self) -> dict[str, float]:
-        figures = self.figures() if self.pservers else {}
-        for name, processes in (("worker_cpu_s", self.workers), ("pserver_cpu_s", self.pservers)):
-            figures[name] = sum(children.cpu_s(each.pid) for each in processes)
+    def _totals(self) -> dict[str, Json]:
+        figures = _together(self._all(self._servers, "figures")) if self._asks else {}
+        figures["server_cpu_s"] = sum(children.cpu_s(each.pid) for each in self._servers)
+        figures["cpu_s"] = figures["server_cpu_s"] + sum(children.cpu_s(each.pid) for each in self._workers)
         return figures
 
+    def _all(self, processes: Sequence[subprocess.Popen[str]], line: str) -> list[dict[str, Json]]:
+        for each in processes:
+            children.tell(each, line)
+        return [json.loads(children.answer(each, ANSWER_S)) for each in processes]
 
-def _sums(found: Iterable[Mapping[str, Json]]) -> dict[str, float]:
+
+def _together(found: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
+    """Sums, and of times the longest."""
     total: Counter[str] = Counter()
     for each in found:
-        total.update(each)
+        total.update({name: value for name, value in each.items() if not name.endswith("_s")})
+        total.update({name: max(value - total[name], 0.0) for name, value in each.items() if name.endswith("_s")})
     return dict(total)
+
+
+def keras_job(stack: contextlib.ExitStack, kind: str, work: Work, warmup: int, steps: int) -> Job:
+    """One process, of a kind of worker.py."""
+    arguments = [str(_FOLDER / "worker.py"), kind, *_about(work, warmup, steps)]
+    return Job(work, warmup + steps, [stack.enter_context(children.python(arguments, _QUIET))])
+
+
+def tfps_job(
+    stack: contextlib.ExitStack,
+    work: Work,
+    warmup: int,
+    steps: int,
+    *,
+    workers: int = 1,
+    pservers: int = 2,
+    hosts: Sequence[Host] = (),
+    options: Sequence[str] = (),
+) -> Job:
+    """Workers and pservers, in this order on `hosts` of a lab, or all on this one; `options` are of worker.py."""
+    starts = [host.popen for host in hosts] or [subprocess.Popen] * (workers + pservers)
+    addresses = [host.address for host in hosts] or ["127.0.0.1"] * (workers + pservers)
+    servers = [
+        stack.enter_context(
+            children.python(
+                [str(_FOLDER / "pserver.py"), address, str(workers), str(place), str(pservers)], popen=start
+            )
+        )
+        for place, (start, address) in enumerate(zip(starts[workers:], addresses[workers:], strict=True))
+    ]
+    where = ",".join(children.answer(each, ANSWER_S).strip() for each in servers)
+    variables = {**_QUIET, "TFPS_PSERVERS": where, "TFPS_WORKERS": str(workers)}
+    arguments = [str(_FOLDER / "worker.py"), "tfps", *_about(work, warmup, steps), *options]
+    processes = [
+        stack.enter_context(children.python(arguments, {**variables, "TFPS_RANK": str(rank)}, popen=start))
+        for rank, start in enumerate(starts[:workers])
+    ]
+    return Job(work, warmup + steps, processes, servers, asks=True)
+
+
+def absence(kind: str) -> str | None:
+    """Why a peer cannot be measured here; None if it can."""
+    if kind.startswith("tfra") and not TFRA.is_installed:
+        return "not installed: tools/python -m tools.tables.job"
+    return None
+
+
+def peer_job(stack: contextlib.ExitStack, kind: str, work: Work, warmup: int, steps: int) -> Job:
+    """One process of peer_worker.py, or one that coordinates one worker and two servers."""
+    python = TFRA.interpreter if kind.startswith("tfra") else pathlib.Path(sys.executable)
+
+    def started(what: str, **variables: str) -> subprocess.Popen[str]:
+        def popen(arguments: Sequence[str], **settings: Json) -> subprocess.Popen[str]:
+            return subprocess.Popen([str(python), *arguments[1:]], **settings)
+
+        arguments = [str(_FOLDER / "peer_worker.py"), what, *_about(work, warmup, steps)]
+        settings = {**_QUIET, "TF_USE_LEGACY_KERAS": "1", **variables}
+        return stack.enter_context(children.python(arguments, settings, popen=popen))
+
+    if kind == "tfra":
+        return Job(work, warmup + steps, [started(kind)])
+    tasks = [("worker", 0), ("ps", 0), ("ps", 1), ("chief", 0)]
+    cluster: dict[str, list[str]] = {}
+    for job, _ in tasks:
+        cluster.setdefault(job, []).append(f"127.0.0.1:{_free_port()}")
+
+    def config(job: str, index: int) -> str:
+        return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+
+    *serving, chief = (
+        started("serve" if job != "chief" else kind, TF_CONFIG=config(job, index)) for job, index in tasks
+    )
+    return Job(work, warmup + steps, [chief], serving)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _about(work: Work, warmup: int, steps: int) -> list[str]:
+    return ["--work", work.to_json(), "--warmup", str(warmup), "--steps", str(steps)]
+
+
+if __name__ == "__main__":
+    peers.install(TFRA)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,11 +114,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     return found
 
 
-def say(content: dict[str, Any]) -> None:
-    """One line for whoever has started this program."""
-    print(json.dumps(content), flush=True)
+def say(content: dict[str, Any], to: TextIO | None = None) -> None:
+    """One line for whoever has started this program, to its stdout or `to`."""
+    print(json.dumps(content), flush=True, file=to)
 
 
-def scaled(work: Work, **fields: Any) -> Work:
-    """The same work with other fields."""
-    return replace(work, **fields)
+def own_stdout() -> TextIO:
+    """The stdout of this program, to which from now on nothing else writes: the rest goes to stderr."""
+    found = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return found

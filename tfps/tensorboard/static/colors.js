@@ -4,10 +4,12 @@ const KINDS = {
   forward: ["#0072b2", "#3d9be0"],
   backward: ["#56b4e9", "#9fd4f5"],
   gate: ["#d55e00", "#ff7a1a"],
+  lookup: ["#8c2d04", "#ffb48a"],
   input: ["#b8860b", "#f0e442"],
   staging: ["#d9c76a", "#a89a45"],
   queued: ["#c2c6cc", "#5b626b"],
   wire: ["#009e73", "#1fc797"],
+  held: ["#b7a8d6", "#6f5f96"],
   aggregate: ["#cc79a7", "#d98cb9"],
   reply_queued: ["#c2c6cc", "#5b626b"],
   reply_wire: ["#66c2a5", "#8fe0c6"],
@@ -21,9 +23,9 @@ const VIRIDIS = ["#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779
 const STEPS = 64;
 
 export const KIND_WORDS = {
-  step: "step", forward: "forward", backward: "backward", gate: "waiting at a gate", input: "waiting for input",
+  step: "step", forward: "forward", backward: "backward", gate: "waiting at a gate", lookup: "waiting for rows", input: "waiting for input",
   staging: "copy of a batch", ready: "gradient ready", queued: "in the send queue", wire: "on the wire",
-  aggregate: "sum waits for all workers", reply_queued: "in the reply queue", reply_wire: "reply on the wire",
+  held: "rows held back", aggregate: "sum waits for all workers", reply_queued: "in the reply queue", reply_wire: "reply on the wire",
   update: "update", change: "change of the view",
 };
 
@@ -40,21 +42,23 @@ export function palette(trace, by, dark) {
   const colors = [...Array(STEPS).keys()].map((step) => mix(step / (STEPS - 1)));
   const other = colors.push(dark ? "#4a525b" : "#cdd2d8") - 1;
   const gate = colors.push(KINDS.gate[shade]) - 1;
+  const lookup = colors.push(KINDS.lookup[shade]) - 1;
   const least = Math.max(trace.buckets.length - 1, 1);
   const ofBucket = trace.buckets.map((_, bucket) => Math.round((trace.order[bucket] / least) * (STEPS - 1)));
-  const waits = trace.kinds.indexOf("gate");
+  const waits = new Map([[trace.kinds.indexOf("gate"), gate], [trace.kinds.indexOf("lookup"), lookup]]);
   return {
     colors,
     deep: () => KINDS.queued[shade], // all layers at once
-    of: (span) => (trace.kind[span] === waits ? gate : trace.bucket[span] < 0 ? other : ofBucket[trace.bucket[span]]),
+    of: (span) => waits.get(trace.kind[span]) ?? (trace.bucket[span] < 0 ? other : ofBucket[trace.bucket[span]]),
   };
 }
 
 /** The legend of a palette: pairs of colour and words. */
 export function legend(trace, by, dark) {
   if (by !== "kind") {
+    const waits = ["gate", ...(trace.tables.size ? ["lookup"] : [])];
     return [[mix(0), "first layer, most urgent"], [mix(0.5), "middle"], [mix(1), "last layer"],
-      [KINDS.gate[dark ? 1 : 0], "waiting at a gate"]];
+      ...waits.map((kind) => [KINDS[kind][dark ? 1 : 0], KIND_WORDS[kind]])];
   }
   const present = new Set(trace.kind);
   return trace.kinds

@@ -2,7 +2,7 @@
 // the number of pixels, not the number of spans.
 
 export const AXIS = 22;
-const FLOW = ["ready", "queued", "wire", "aggregate", "reply_queued", "reply_wire", "update", "gate"];
+const FLOW = ["ready", "queued", "wire", "held", "aggregate", "reply_queued", "reply_wire", "update", "gate", "lookup"];
 const LABEL_PIXELS = 46;
 const MAX_LABELS = 400;
 const CHANGE_ROW = 16;
@@ -164,24 +164,37 @@ function outline(context, view, span, color, line) {
   context.strokeRect(rect.x - line, rect.y - line, Math.max(rect.width, 2) + 2 * line, Math.max(rect.height, 3) + 2 * line);
 }
 
-/** Arrows through what the selected slice passed, one chain per rank; sums belong to all. */
+/** Arrows through what the selected slice passed. */
 function drawFlow(context, view) {
   const { trace, theme } = view;
-  const chains = new Map();
-  const shared = [];
-  for (const span of view.followed) {
-    if (trace.kindOf(span) === "aggregate") shared.push(span);
-    else if (!chains.has(trace.rank[span])) chains.set(trace.rank[span], [span]);
-    else chains.get(trace.rank[span]).push(span);
-  }
   context.lineWidth = 1.5;
-  for (const [rank, own] of chains) {
-    const sorted = [...own, ...shared].sort((a, b) => place(trace, a) - place(trace, b) || trace.begin[a] - trace.begin[b]);
-    const main = rank === trace.rank[view.selected] || trace.kindOf(view.selected) === "aggregate";
+  for (const chain of chainsOf(view)) {
+    const sorted = [...chain].sort((a, b) => place(trace, a) - place(trace, b) || trace.begin[a] - trace.begin[b]);
+    const main = trace.rank[chain[0]] === trace.rank[view.selected] || trace.kindOf(view.selected) === "aggregate";
     context.strokeStyle = context.fillStyle = main ? theme.flow : theme.flowOther;
     for (let at = 0; at + 1 < sorted.length; at++) arrow(context, view, sorted[at], sorted[at + 1]);
   }
   for (const span of view.followed) outline(context, view, span, theme.text, 1);
+}
+
+/** One chain per rank, and of a table per pserver and slice; sums belong to all, as do lookups and what has no slice. */
+function chainsOf({ trace, followed, selected }) {
+  const isTable = trace.tables.has(trace.bucket[selected]);
+  const chains = new Map();
+  const shared = [];
+  for (const span of followed) {
+    const key = [trace.rank[span], ...(isTable ? [trace.pserver[span], trace.slice[span]] : [])].join();
+    if (trace.kindOf(span) === "aggregate" || (isTable && trace.slice[span] < 0)) shared.push(span);
+    else if (!chains.has(key)) chains.set(key, [span]);
+    else chains.get(key).push(span);
+  }
+  const belongs = (span, own) => {
+    if (trace.kindOf(span) === "aggregate") return !isTable || trace.pserver[span] === trace.pserver[own[0]];
+    // A question without ids only says that no more will come: no lookup waits for its answer.
+    const isWaitedFor = trace.kindOf(span) !== "lookup" || own.some((one) => trace.kindOf(one) === "held");
+    return trace.rank[span] === trace.rank[own[0]] && isWaitedFor;
+  };
+  return [...chains.values()].map((own) => [...own, ...shared.filter((span) => belongs(span, own))]);
 }
 
 const place = (trace, span) => FLOW.indexOf(trace.kindOf(span));

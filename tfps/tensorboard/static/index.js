@@ -182,7 +182,7 @@ class Page {
   next(by) {
     const [{ timeline, trace }] = this.panes;
     if (!timeline.marked?.size) return;
-    const wanted = (span) => timeline.marked.has(trace.bucket[span]) && ["gate", "wire"].includes(trace.kindOf(span));
+    const wanted = (span) => timeline.marked.has(trace.bucket[span]) && ["gate", "lookup", "wire"].includes(trace.kindOf(span));
     let span = timeline.selected;
     for (let tries = 0; tries < trace.count; tries++) {
       span = (span + by + trace.count) % trace.count;

@@ -28,7 +28,8 @@ export function summaryPanel(summary, other, compared, onVariable, onChange) {
       el("button", { class: "change", title: "show in the timeline", onclick: () => onChange(number) }, change))),
     el("div", { class: "cards" }, ...cards),
     el("details", { open: !compared }, el("summary", {}, "Variables, pservers, steps"),
-      el("div", { class: "tables" }, variables(summary, onVariable), pservers(summary), eachStep(summary))),
+      el("div", { class: "tables" }, variables(summary, onVariable),
+        summary.tables?.length ? tables(summary, onVariable) : null, pservers(summary), eachStep(summary))),
   );
 }
 
@@ -63,6 +64,16 @@ function variables(summary, onVariable) {
     made.append(el("tfoot", {}, el("tr", {}, el("td", { colspan: 2 }, `most often out of order: ${sent} sent while ${waiting} waited (${times} times)`))));
   }
   return made;
+}
+
+function tables(summary, onVariable) {
+  const runs = summary.workers * summary.steps.length;
+  const most = Math.max(...summary.tables.map((one) => one.wait_ns), 1);
+  return table("tables, per step and worker", ["table", "waited for rows", "held back", "asked", "rows", "gradients"], summary.tables.map((one) => [
+    el("button", { class: "link", title: "show in the timeline", onclick: () => onVariable(one.table) }, one.table),
+    bar(one.wait_ns / most, time(one.wait_ns / runs)), time(one.held_ns / Math.max(one.questions, 1)),
+    ...[one.asked_bytes, one.rows_bytes, one.gradient_bytes].map((nbytes) => bytes(Math.round(nbytes / runs))),
+  ]));
 }
 
 function pservers(summary) {

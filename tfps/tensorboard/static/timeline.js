@@ -338,8 +338,7 @@ export class Timeline {
     const kind = trace.kindOf(span);
     if (kind === "step") return `step ${trace.step[span]}`;
     if (kind === "change") return `generation ${trace.viewOf(span).generation}: ${trace.viewOf(span).reason}`;
-    const slice = trace.slice[span] >= 0 ? ` [${trace.slice[span]}]` : "";
-    return trace.variableOf(span) + slice || kind;
+    return trace.subjectOf(span) || kind;
   }
 
   /** A span in one line. */

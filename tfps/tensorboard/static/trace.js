@@ -2,8 +2,10 @@
 
 const NUMBERS = ["step", "bucket", "slice", "variable", "priority", "nbytes", "rank", "pserver"];
 // From top to bottom; lanes with other names come last.
-const LANES = ["view", "steps", "compute", "gates", "input", "gradients", "queue", "to pserver", "updates", "aggregate",
-  "reply queue", "to worker"];
+const LANES = ["view", "steps", "compute", "gates", "input", "gradients", "queue", "to pserver", "updates", "rows",
+  "aggregate", "reply queue", "to worker"];
+const OF_TABLES = ["lookup", "held"];
+const FIRST_ASKED = 65536; // of a table, the first slice with ids that rows are asked for; below it are gradients
 
 export class Trace {
   /** @param content what docs/trace_format.md says of the first line. */
@@ -34,6 +36,8 @@ export class Trace {
     for (const lane of this.lanes) pack(this, lane);
     this.lane = new Array(this.count);
     for (const lane of this.lanes) for (const span of lane.spans) this.lane[span] = lane;
+    const ofTables = this.kinds.map((kind) => OF_TABLES.includes(kind));
+    this.tables = new Set(this.bucket.filter((_, span) => ofTables[this.kind[span]])); // buckets
     this.steps = this.#steps();
     this.views = content.views ?? []; // the first at the start, then one for each change
     const change = this.kinds.indexOf("change");
@@ -53,6 +57,20 @@ export class Trace {
     return this.variable[span] >= 0 ? bucket.variables[this.variable[span]] : bucket.name;
   }
 
+  /** Whether a span is of a table, and about rows that are asked for, not about gradients. */
+  asks(span) {
+    return OF_TABLES.includes(this.kindOf(span)) || (this.tables.has(this.bucket[span]) && this.slice[span] >= FIRST_ASKED);
+  }
+
+  /** What a span is about: a variable or bucket and its slice, or which part of a table. */
+  subjectOf(span) {
+    const name = this.variableOf(span);
+    if (OF_TABLES.includes(this.kindOf(span))) return name;
+    if (!this.tables.has(this.bucket[span])) return name + (this.slice[span] >= 0 ? ` [${this.slice[span]}]` : "");
+    const what = !this.asks(span) ? "gradients" : ["queued", "wire"].includes(this.kindOf(span)) ? "ids" : "rows";
+    return `${what} of ${name}`;
+  }
+
   /** Who takes part from a change on, and why. */
   viewOf(span) {
     return this.views[this.changes.indexOf(span) + 1];
@@ -68,15 +86,21 @@ export class Trace {
     return this.processes[this.lane[span].process];
   }
 
-  /** Everything that happened to a slice in its step, or to the bucket that a span is about, in order of time. */
+  /**
+   * Everything that happened to a slice in its step, or to the bucket that a span is about, in order of time. Of a
+   * table: to gradients, or to the rows that one worker has asked for.
+   */
   follow(span) {
     const [step, bucket, slice] = [this.step[span], this.bucket[span], this.slice[span]];
     if (bucket < 0) return [span];
     const computing = new Set(["forward", "backward"]);
+    const [isTable, asks] = [this.tables.has(bucket), this.asks(span)];
+    const differ = (other, name) => this[name][span] >= 0 && this[name][other] >= 0 && this[name][other] !== this[name][span];
     const found = [];
     for (let other = 0; other < this.count; other++) {
       if (this.step[other] !== step || this.bucket[other] !== bucket) continue;
       if (slice >= 0 && this.slice[other] >= 0 && this.slice[other] !== slice) continue;
+      if (isTable && (this.asks(other) !== asks || differ(other, "pserver") || (asks && differ(other, "rank")))) continue;
       if (!computing.has(this.kindOf(other))) found.push(other);
     }
     return found.length ? found : [span];
