@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from tfps.trace.capture import Capture, CapturedView, Span
+from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedView, Span
 from tfps.trace.capture_file import chrome_path, write_chrome
 from tfps.trace.summary import Summary, summarize
 from tfps.types import Json
@@ -34,8 +34,37 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
         made[policy] = synthetic_capture(profile, simulation.Cluster(2, 2, 2.0), settings, policy)
         write_chrome(made[policy], chrome_path(log_dir / "jobs", policy))
     made["changed"] = changed(made["priority"])
-    write_chrome(made["changed"], chrome_path(log_dir / "jobs", "changed"))
+    made["rows"] = with_rows(made["priority"])
+    for name in ("changed", "rows"):
+        write_chrome(made[name], chrome_path(log_dir / "jobs", name))
     return made
+
+
+def with_rows(capture: Capture) -> Capture:
+    """The same; in each step workers ask both pservers for rows of a table, and add gradients."""
+    bucket, spans = len(capture.buckets), list[Span]()
+    for step in [span for span in capture.spans if span.kind == "step"]:
+        rank, number = step.rank, step.step
+        common = {"step": number, "bucket": bucket, "priority": 0, "rank": rank}
+        at, end = step.begin_ns, step.end_ns
+        spans.append(Span("lookup", rank, "gates", at, at + 900_000, nbytes=2000, **common))
+        spans.append(Span("ready", rank, "gradients", end, end, nbytes=2000, **common))
+        for pserver in range(2):
+            asks = {**common, "slice": FIRST_ASKED + 2 * number + pserver, "pserver": pserver, "nbytes": 500}
+            adds = {**common, "slice": 0, "pserver": pserver, "nbytes": 1000}
+            there, back, to = 2 + pserver, f"to worker {rank}", f"to pserver {pserver}"
+            for begin, fields in ((at, asks), (end, adds)):
+                spans.append(Span("queued", rank, "queue", begin, begin + 100_000, **fields))
+                spans.append(Span("wire", rank, to, begin + 100_000, begin + 300_000, **fields))
+            spans.append(Span("held", there, "rows", at + 300_000, at + 500_000, **asks))
+            for begin, fields in ((at + 500_000, asks), (end + 500_000, adds)):
+                spans.append(Span("reply_queued", there, "reply queue", begin, begin + 100_000, **fields))
+                spans.append(Span("reply_wire", there, back, begin + 100_000, begin + 300_000, **fields))
+            if rank:
+                adds = {**adds, "slice": -1}
+                spans.append(Span("aggregate", there, "aggregate", end + 300_000, end + 500_000, **adds))
+    buckets = (*capture.buckets, CapturedBucket("user/rows", (), 0, 0))
+    return replace(capture, name="rows", buckets=buckets, spans=(*capture.spans, *spans))
 
 
 def changed(capture: Capture) -> Capture:
@@ -308,6 +337,58 @@ def test_a_change_of_the_view_is_a_line_through_the_timeline(page: Page, capture
     assert below == ["From here on worker 0 takes part.", f"{view.note}. Slices without it: fc [1, 2]."]
     page("view.select(-1); pane.root.querySelector('.view .change').click()")
     assert page("return view.selected") == position
+
+
+def test_rows_of_a_table_are_followed_from_their_ids_to_the_step_and_their_gradients_apart(
+    page: Page, captures: dict[str, Capture]
+) -> None:
+    def legend() -> set[str]:
+        return set(page("return [...tfps.legend.children].map((one) => one.textContent)"))
+
+    words = {"waiting for rows", "rows held back"}
+    assert not words & legend()
+    page("tfps.show('jobs/rows', '')")
+    page.settle()
+    assert words <= legend()
+    capture, summary = captures["rows"], summarize(captures["rows"])
+    names = page("return trace.lanes.filter((lane) => lane.process === 2).map((lane) => lane.name)")
+    assert names[:2] == ["rows", "aggregate"]
+
+    def followed(kind: str, rank: int, pserver: int, asks: bool) -> set[int]:
+        """What a span of the second step leads to; the one after it is of the next step."""
+        step = summary.steps[1].step
+        (chosen,) = [
+            position
+            for position, one in enumerate(capture.spans)
+            if (one.kind, one.step, one.rank, one.pserver) == (kind, step, rank, pserver)
+            and one.bucket in capture.tables
+            and capture.asks(one) == asks
+        ]
+        page("view.select(arguments[0], true)", chosen)
+        expected = {
+            position
+            for position, one in enumerate(capture.spans)
+            if (one.step, one.bucket, capture.asks(one)) == (step, len(capture.buckets) - 1, asks)
+            and (not asks or one.rank == rank)
+            and (one.pserver == pserver or -1 in (one.pserver, pserver))
+        }
+        assert set(page("return [...view.followed]")) == expected
+        page("[...pane.root.querySelectorAll('.details button')].find((one) => one.textContent === 'step ›').click()")
+        assert page("return [trace.step[view.selected], trace.kindOf(view.selected)]") == [step + 1, kind]
+        return expected
+
+    assert len(followed("lookup", 0, -1, asks=True)) == 11  # itself, and five of each pserver
+    assert len(followed("wire", 1, 0, asks=True)) == 6
+    assert len(followed("wire", 1, 1, asks=False)) == 11  # a pair of all but the sum
+    said = {span.kind: page("return view.describe(arguments[0])", at) for at, span in enumerate(capture.spans)
+            if span.bucket in capture.tables and capture.asks(span)}  # fmt: skip
+    assert said["wire"].startswith("on the wire ids of user/rows · ")
+    assert said["reply_wire"].startswith("reply on the wire rows of user/rows · ")
+    assert said["held"].startswith("rows held back user/rows · 200 µs · ")
+    assert said["lookup"].startswith("waiting for rows user/rows · 900 µs · 2.00 kB · ")
+    cells = page("return [...[...pane.root.querySelectorAll('table')].find((one) => one.caption.textContent.startsWith("
+                 "'tables')).tBodies[0].rows[0].cells].map((one) => one.textContent)")  # fmt: skip
+    assert cells[:5] == ["user/rows", "900 µs", "200 µs", "1.00 kB", "1.00 kB"]
 
 
 def test_two_runs_are_compared_side_by_side_on_one_scale(page: Page, captures: dict[str, Capture]) -> None:
