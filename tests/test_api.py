@@ -86,6 +86,10 @@ def test_the_page_has_every_callback() -> None:
     assert public(own) == set(rows("tfps.callbacks"))
 
 
+def test_the_page_has_every_layer() -> None:
+    assert set(tfps.layers.__all__) == set(rows("tfps.layers"))
+
+
 def test_the_page_has_what_is_for_ray() -> None:
     assert set(tfps.ray.__all__) == set(rows("tfps.ray"))
 

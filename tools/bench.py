@@ -15,7 +15,7 @@ import shlex
 from tools import benchmarks
 from tools.benchmarks import common
 
-OF_ONE = {"profile": "schedule", "part": "recovery"}  # arguments of one benchmark
+OF_SOME = {"profile": ("schedule",), "part": ("recovery", "tables")}  # arguments of these benchmarks
 
 
 def main() -> None:
@@ -26,12 +26,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: at most 6 minutes")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all runs to FILE")
     parser.add_argument("--profile", metavar="FILE", help="schedule: of a model that Strategy.report() has recorded")
-    parser.add_argument("--part", metavar="NAME", help="recovery: one of its parts, such as pservers or cost")
+    parser.add_argument("--part", metavar="NAME", help="recovery, tables: one of its parts, such as cost, size")
     options = parser.parse_args()
-    arguments = {name: getattr(options, name) for name in OF_ONE if getattr(options, name) is not None}
+    arguments = {name: getattr(options, name) for name in OF_SOME if getattr(options, name) is not None}
     for name in arguments:
-        if options.name != OF_ONE[name]:
-            parser.error(f"--{name} is for {OF_ONE[name]}, got it with {options.name}")
+        if options.name not in OF_SOME[name]:
+            parser.error(f"--{name} is for {' and '.join(OF_SOME[name])}, got it with {options.name}")
     outcome: common.Outcome = importlib.import_module(f"benchmarks.{options.name}").run(options.quick, **arguments)
     if options.json is not None:
         own = [part for name, value in arguments.items() for part in (f"--{name}", value)]

@@ -451,7 +451,7 @@ def run_with_cuts(seed: int) -> dict[str, Json]:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-@pytest.mark.parametrize("seed", [int(SEED)] if SEED else [9])
+@pytest.mark.parametrize("seed", [int(SEED)] if SEED else [pytest.param(9, marks=pytest.mark.long)])
 def test_so_does_a_storm_that_cuts_off_hosts(seed: int) -> None:
     assert run_with_cuts(seed)["lost"], "nobody was lost: the plan is none"
 

@@ -302,7 +302,9 @@ def test_shapes_are_those_of_the_configs_but_for_the_batch_of_a_replica() -> Non
     assert layer.compute_output_shape({"a": [(8, WIDTH)]}) == {"a": [(8, DIM)]}
     spec = layer({"a": [keras.Input((WIDTH,), dtype="int32")]})["a"][0]
     assert (spec.shape, spec.dtype) == ((None, DIM), "float16")
-    assert layer({"a": [np.zeros((8, WIDTH), "int8")]})["a"][0].dtype == tf.float16
+    found = layer({"a": [np.zeros((8, WIDTH), "int8")]}, {"a": [np.full((8, WIDTH), 1e5)]})["a"][0]
+    assert found.dtype == tf.float16
+    np.testing.assert_array_equal(found, layer({"a": [np.zeros((8, WIDTH), "int8")]})["a"][0])  # no weight is infinite
 
 
 def test_ids_of_a_rank_that_is_unknown_while_a_graph_is_made_are_looked_up() -> None:
@@ -427,6 +429,12 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object], str]] = [
         "output shape",
         ValueError,
         lambda: FeatureConfig("f", TWO[0], (8, 3), (8, 3, DIM)),
+        r"output_shape of feature 'f' must be \(8, 6\)",
+    ),
+    (
+        "output dim",
+        ValueError,
+        lambda: FeatureConfig("f", TWO[0], (8, 3), (8, DIM + 1)),
         r"output_shape of feature 'f' must be \(8, 6\)",
     ),
     ("no shape", ValueError, lambda: FeatureConfig("f", TWO[0], (), (DIM,)), "input_shape of feature 'f' must be"),

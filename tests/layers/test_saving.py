@@ -105,6 +105,8 @@ def test_what_cannot_have_rows_beside_it_is_refused(tmp_path: Path) -> None:
         model.save(tmp_path / "model.h5")
     with pytest.raises(UnsupportedError, match="path"):
         model.save("gs://bucket/model.keras")
+    with pytest.raises(UnsupportedError, match="to_embedding"):
+        model.export(tmp_path / "exported")
 
 
 @pytest.fixture

@@ -274,6 +274,7 @@ restores_alone = contextvars.ContextVar("restores_alone", default=False)
 saved_beside: list[Callable[[Model, StrPath], contextlib.AbstractContextManager[object]]] = []
 loaded_beside: list[Callable[[Model, StrPath], object]] = []
 before_restoring: list[Callable[[Model], object]] = []  # called with the model, on all ranks
+before_exporting: list[Callable[[Model], object]] = []  # which may refuse
 _CALLED = "as `Model.save`, however a program has imported what calls it"
 
 
@@ -349,11 +350,17 @@ replaces(saving_lib, "_save_model_to_fileobj", _OUTER, "pickles global parameter
 
 
 @replaces(keras.Model, "export", _PROGRAMS)
+def _export(original: Function, model: Model, *args: object, **options: object) -> object:
+    """Rank 0 writes the folder, with global parameters; what is not in a model's memory cannot be in it."""
+    for check in before_exporting:
+        check(model)
+    return _export_under_strategy(original, model, *args, **options)
+
+
 @for_models
-def _export(
+def _export_under_strategy(
     original: Function, strategy: BaseStrategy, model: Model, filepath: str, *args: object, **options: object
 ) -> object:
-    """Rank 0 writes the folder, with global parameters."""
     call = functools.partial(original, model)
     with strategy.extended.policy.global_parameters():
         return _first_rank_only(strategy, call, filepath, *args, **options)

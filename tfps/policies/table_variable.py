@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -75,7 +76,8 @@ class TableVariable(keras.Variable):
         if isinstance(self.strategy, BaseStrategy):
             self._seed = tf.Variable(seed, trainable=False, dtype=tf.int64, name=f"{self.path}/seed")
             self.table.codec = self.strategy.extended.compressing.codec_of_table(self.path)
-        _all[self.table.number] = self
+        with _lock:
+            _all[self.table.number] = self
         if optimizer is not None:
             update_spec(optimizer, dim)  # which may refuse
             optimizer.build([])
@@ -170,6 +172,7 @@ class TableVariable(keras.Variable):
         return ids, values
 
 
+_lock = threading.RLock()  # guards it; reentrant: the garbage collector may run a finalizer anywhere
 _all: weakref.WeakValueDictionary[int, TableVariable] = weakref.WeakValueDictionary()  # by number
 
 
@@ -179,7 +182,9 @@ def all_tables(strategy: tf.distribute.Strategy | None) -> list[TableVariable]:
     def is_own(table: TableVariable) -> bool:
         return (table.strategy if isinstance(table.strategy, BaseStrategy) else None) is strategy
 
-    return [table for _, table in sorted(_all.items()) if is_own(table)]
+    with _lock:
+        found = list(_all.values())
+    return sorted(filter(is_own, found), key=lambda table: table.table.number)
 
 
 def foresee(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[Structure]) -> None:

@@ -1,4 +1,4 @@
-"""Counts of a pserver: numbers that ranks draw, what has come of tables, and errors.
+"""Counts of a pserver: numbers that ranks draw, and errors.
 
 Tested in tests/pserver/test_job.py and tests/pserver/test_metrics.py.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tfps.errors import ProtocolError
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.shard import OwnedBucket
-from tfps.pserver.table_slice import TableSlice, Traffic
-from tfps.tables.table import TableStats
 
 _MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a dataset takes one
 _MAX_NAME = 256
@@ -55,35 +52,6 @@ class Counters:
         if len(self._drawn) == _MAX_COUNTERS:
             del self._drawn[next(iter(self._drawn))]
         return found
-
-
-def table_statuses(buckets: Iterable[OwnedBucket]) -> list[pb.TableStatus]:
-    """Of each table that is declared in `buckets`, as the last one that has its rows."""
-    tables = {
-        item: (number, bucket.spec.name)
-        for number, bucket in enumerate(buckets)
-        for item in bucket.slices.values()
-        if isinstance(item, TableSlice)
-    }
-    return [_status(*bucket, *item.totals()) for item, bucket in tables.items()]
-
-
-def _status(bucket: int, name: str, table: TableStats, traffic: Traffic) -> pb.TableStatus:
-    return pb.TableStatus(
-        bucket=bucket,
-        name=name,
-        rows=table.rows,
-        memory_bytes=table.nbytes,
-        updates=traffic.updates,
-        asked_rows=traffic.asked,
-        early_rows=traffic.early,
-        gradient_rows=traffic.pushed,
-        updated_rows=traffic.updated,
-        made_rows=table.made,
-        evicted_rows=table.evicted,
-        expired_rows=table.expired,
-        refused_rows=table.refused,
-    )
 
 
 class ErrorCounts:

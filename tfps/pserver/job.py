@@ -26,18 +26,19 @@ from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, 
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.async_slice import AsyncSlice
-from tfps.pserver.counters import Counters, ErrorCounts, table_statuses
+from tfps.pserver.counters import Counters, ErrorCounts
 from tfps.pserver.elastic import Declaration, Elastic, Joined
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, SumSlice
+from tfps.pserver.statuses import member_status, table_statuses
 from tfps.pserver.table_slice import AppliesEach, TableSlice
 from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import BrokenConnectionError, Receiver, not_expected
 from tfps.wire.control import PULL, PUSH, layout_message
-from tfps.wire.frames import EMPTY, Header, Kind
+from tfps.wire.frames import ASK, EMPTY, Header, Kind
 from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
 from tfps.wire.shared_memory import Attached, Place, Target
 
@@ -391,7 +392,8 @@ class Job(Elastic):
         except MismatchError as error:
             self.fail(error)
             return
-        member.step = max(member.step, header.step)
+        if not header.flags & ASK:  # rows are asked for ahead
+            member.step = max(member.step, header.step)
         member.wait_s += wait_ns / 1e9  # only its stream's thread writes both
         if answers:
             self._send(answers)
@@ -497,9 +499,9 @@ class Job(Elastic):
                 state = "joining"
             slices = dict.fromkeys(item for _, item in self._shard.slices())  # a table may be that of two buckets
             awaited = [ranks for item in slices if (ranks := item.missing())]
-            present = [members.members[rank] for rank in sorted(members.members)]
+            present = sorted(members.members.items())
             return pb.StatusReply(
-                job=present[0].applicant.job if present else "",
+                job=present[0][1].applicant.job if present else "",
                 workers=members.view.workers,
                 state=state,
                 reason=str(self._failure or ""),
@@ -513,18 +515,8 @@ class Job(Elastic):
                 shard_bytes=sum(item.nbytes for item in slices),
                 open_slices=len(awaited),
                 members=[
-                    pb.MemberStatus(
-                        rank=member.rank,
-                        host=member.applicant.host,
-                        pid=member.applicant.pid,
-                        state=member.state.value,
-                        step=member.step,
-                        wait_s=member.wait_s,
-                        awaited_slices=sum(member.rank in ranks for ranks in awaited),
-                        shared_memory=member.rank in self._memory,
-                        **self._queues[member.rank].load._asdict(),
-                    )
-                    for member in present
+                    member_status(member, self._queues[rank].load, awaited, shared_memory=rank in self._memory)
+                    for rank, member in present
                 ],
                 tables=table_statuses(self._shard.buckets),
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import threading
 import weakref
 import zlib
@@ -37,6 +38,7 @@ from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
 from tfps.types import Function, Structure
 
+logger = logging.getLogger("tfps")
 Ids = NDArray[np.int64]
 _NO_BYTES = np.empty(0, np.uint8)
 _PRIORITY = 0  # a forward pass begins with its rows
@@ -203,11 +205,15 @@ class HostTable:
         if not hasattr(graph, name):
             setattr(graph, name, self._computed_ahead(graph))
         found: list[Ids] = []
-        for replica, ahead, dtypes in getattr(graph, name):
-            flat = tensors_of(batches[replica])
-            if [each.dtype for each in flat] != dtypes:
-                return
-            found += [each.numpy() for each in ahead(*flat)]
+        try:
+            for replica, ahead, dtypes in getattr(graph, name):
+                flat = tensors_of(batches[replica])
+                if [each.dtype for each in flat] != dtypes:
+                    return
+                found += [each.numpy() for each in ahead(*flat)]
+        except Exception as error:  # the step will ask, and raise what is wrong with its ids
+            logger.debug("tfps: rows of %s are not asked for ahead: %r", self.name, error)
+            return
         if found:
             self.ahead.staged(found)
 

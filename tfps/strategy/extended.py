@@ -39,7 +39,7 @@ from tfps.keras_hooks.loops import Sharding
 from tfps.keras_hooks.random_numbers import stateful_apart
 from tfps.policies import POLICIES
 from tfps.policies.remote_optimizers import update_eagerly
-from tfps.policies.table_variable import foresee
+from tfps.policies.table_variable import all_tables, foresee
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
@@ -177,6 +177,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         """
         self._runtime.align()
         self.combiner.align()
+        for variable in all_tables(self._container_strategy()):
+            variable.table.align()
         if self._invariants is not None:
             self._invariants.reset()
         with replaced(self._runtime, "sources", tuple(others)):

@@ -24,7 +24,14 @@ import numpy as np
 from tfps.errors import ConfigError, UnsupportedError
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
-from tfps.keras_hooks.checkpoint import StrPath, before_restoring, loaded_beside, restores_alone, saved_beside
+from tfps.keras_hooks.checkpoint import (
+    StrPath,
+    before_exporting,
+    before_restoring,
+    loaded_beside,
+    restores_alone,
+    saved_beside,
+)
 from tfps.policies.table_variable import TableVariable, all_tables, update_spec
 from tfps.tables.files import saved_update
 from tfps.types import Argument, Json, Model, Optimizer
@@ -77,7 +84,7 @@ def _saved(model: Model, filepath: StrPath) -> Iterator[None]:
     path = _local(filepath)
     if path.suffix in (".h5", ".hdf5") and not path.name.endswith(".weights.h5"):
         raise UnsupportedError(
-            f"Keras' old format has no place for what names the rows of tables, got {str(path)!r}; use a path that ends "
+            f"Keras' old format cannot say where the rows of tables are, got {str(path)!r}; use a path that ends "
             "in '.keras', or model.save_weights with '.weights.h5'"
         )
     names, identity = _names(tables), _identity(tables)
@@ -117,6 +124,14 @@ def _loaded(model: Model, filepath: StrPath) -> None:
             _restore(table, [folder], name, reference, getattr(model, "optimizer", None))
 
 
+def _exported(model: Model) -> None:
+    if tables := tables_of(model):
+        raise UnsupportedError(
+            f"the rows of table {tables[0].path!r} are on pservers and cannot be in a SavedModel: build the model that "
+            "serves with layer.to_embedding() in the place of the layer, or write rows by layer.export_rows(path)"
+        )
+
+
 def _declared(model: Model) -> None:
     """Declares tables on all ranks, of which one may restore them alone."""
     for table in tables_of(model):
@@ -141,6 +156,7 @@ def _update_of(table: TableVariable, optimizer: Optimizer) -> UpdateSpec:
 saved_beside.append(_saved)
 loaded_beside.append(_loaded)
 before_restoring.append(_declared)
+before_exporting.append(_exported)
 
 
 # Folders of their own

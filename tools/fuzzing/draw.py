@@ -38,7 +38,7 @@ from tools.fuzzing.expressions import (
     SCHEDULES,
     WITHOUT_REDUCTION,
 )
-from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
+from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, TABLES, VECTORS
 
 _METRICS = {
     "regression": ["mae", "RootMeanSquaredError", "R2Score", "CosineSimilarity", "Rows"],
@@ -78,12 +78,25 @@ def draw(seed: str, workers: tuple[int, ...] = (1, 2, 3), without: Collection[st
     `compressed`: once in so many times a case with pservers compresses.
     """
     numbers, apart = random.Random(seed), random.Random(f"{seed} compression")  # whose cases stay what they are
+    rows = Drawing(random.Random(f"{seed} tables"), without)
     while True:
         case = _drawn(Drawing(numbers, without), workers)
         compression = _compression(Drawing(apart, without), compressed) if case.place.pservers else "no compression"
-        case = dataclasses.replace(case, place=dataclasses.replace(case.place, compression=compression))
+        case = _with_table(
+            dataclasses.replace(case, place=dataclasses.replace(case.place, compression=compression)), rows
+        )
         if usable(case, without):
             return case
+
+
+def _with_table(case: Case, d: Drawing) -> Case:
+    """Now and then, a table in the place of an embedding."""
+    name, layers = d.one(TABLES), case.network.layers
+    refused = "Export" in case.actions_of or case.optimizer.ema
+    if not d.rarely(name, 2) or "Embedding" not in layers or refused:
+        return case
+    layers = tuple(name if layer == "Embedding" else layer for layer in layers)
+    return dataclasses.replace(case, network=dataclasses.replace(case.network, layers=layers))
 
 
 def _compression(d: Drawing, of: int) -> str:

@@ -67,6 +67,26 @@ EMBEDDINGS: Table = {
     "Embedding masked": ("h = keras.layers.Embedding(12, 4, mask_zero=True)(h)", 2),
     "Embedding regularized": ('h = keras.layers.Embedding(12, 4, embeddings_regularizer="l2")(h)', 2),
 }
+# Rows of tables in the place of "Embedding"; what they are compared with has them in its process.
+TABLES: Table = {
+    "table": (
+        (
+            "h = tfps.layers.Embedding(\n"
+            "    12, 4, optimizer=keras.optimizers.Adagrad(0.1),\n"
+            "    embeddings_initializer=keras.initializers.RandomUniform(-0.5, 0.5, seed=7),\n)(h)"
+        ),
+        2,
+    ),
+    "table of any id": (
+        (
+            "h = tfps.layers.Embedding(\n"
+            "    None, 4, optimizer=keras.optimizers.Adam(0.02),\n"
+            "    embeddings_initializer=keras.initializers.RandomUniform(-0.5, 0.5, seed=7),\n"
+            ')(keras.ops.cast(h, "int64") * 2**50)'
+        ),
+        2,
+    ),
+}
 SEQUENCES: Table = {
     "LSTM": ("h = keras.layers.LSTM(4, return_sequences=True)(h)", 2),
     "GRU": ("h = keras.layers.GRU(3, return_sequences=True)(h)", 2),

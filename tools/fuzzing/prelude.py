@@ -47,6 +47,10 @@ class Job:
             self.found[f"{kind}/{name}/{index}"] = weight.numpy()
         for index, variable in enumerate(model.optimizer.variables if model.optimizer else []):
             self.found[f"optimizer {variable.path.rpartition('/')[2]}/{name}/{index}"] = variable.numpy()
+        for index, layer in enumerate(model._flatten_layers()):
+            if isinstance(layer, tfps.layers.Embedding):
+                ids = np.arange(12) * (1 if layer.input_dim else 2**50)
+                self.found[f"weights/{name}/rows {index}"] = layer.read_rows(ids)
         for key, value in (fit.history if fit else {}).items():
             self.found[f"history/{name}/{key}"] = np.asarray(value)
         if fit:
@@ -70,6 +74,8 @@ class Job:
     def note_files(self, name):
         """Weights and configurations in the files that action `name` has saved: other ranks may be ahead."""
         for path in sorted(self.folder.glob(f"{name}-*")):
+            if path.is_dir():  # rows of tables, which a model has read
+                continue
             if path.suffix == ".keras":
                 own = self.folder / f"own{self.rank}"
                 with zipfile.ZipFile(path) as archive:
@@ -84,7 +90,12 @@ class Job:
     def note_h5(self, name, path):
         with h5py.File(path) as file:
             file.visititems(
-                lambda key, item: self.found.update({f"{name}/{key}": item[()]}) if hasattr(item, "dtype") else None
+                # The rows of tables are named by the run that has saved them.
+                lambda key, item: (
+                    self.found.update({f"{name}/{key}": item[()]})
+                    if hasattr(item, "dtype") and item.dtype != np.uint8
+                    else None
+                )
             )
 
 

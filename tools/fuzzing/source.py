@@ -8,7 +8,7 @@ from tools.fuzzing import prelude
 from tools.fuzzing.actions import action_lines
 from tools.fuzzing.cases import Case
 from tools.fuzzing.expressions import LOSSES, METRICS, OTHER_LOSSES, loss_of, optimizer
-from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
+from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, TABLES, VECTORS
 
 LAYERS = {
     "AddLoss": prelude.ADD_LOSS,
@@ -103,7 +103,7 @@ def _model(case: Case) -> str:
     dtype = ', dtype="int32"' if network.input == "words" else ""
     lines.append(f'    inputs = h = keras.Input({SHAPES[network.input]}{dtype}, name="first")')
     rank = {"features": 1, "image": 3, "words": 0, "sequence": 2}[network.input]
-    tables = {0: EMBEDDINGS, 1: VECTORS, 2: SEQUENCES, 3: IMAGES}
+    tables = {0: {**EMBEDDINGS, **TABLES}, 1: VECTORS, 2: SEQUENCES, 3: IMAGES}
     for number, layer in enumerate(network.layers):
         text, rank = tables[rank][layer]
         lines += [f"    {line.replace('NUMBER', str(number))}" for line in text.splitlines()]

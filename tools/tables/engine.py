@@ -5,9 +5,9 @@ On one thread. Ids of tables without a bound are any of 64 bits, which the table
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from tools.tables import work as works
 from tools.tables.work import Ids, Work
 
 DIM = 16
+LAWS = ("uniform", "zipf")  # of ids
 _SCALARS = StepScalars(0, (0.0, works.LEARNING_RATE))
 _FILLED = 2**16  # rows at a time
 
@@ -46,39 +47,40 @@ class _Plain:
         self._accumulators[positions] = accumulators
 
 
-def measure(rows: int, *, bounded: bool, law: str, unique: int, rounds: int) -> Iterator[dict[str, Json]]:
-    """One run per round: million rows per second of each kind of work, which alternate.
+def measure(rows: int, *, bounded: bool, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Json]]:
+    """Million rows per second of each kind of work, which alternate; a run for each round, law of ids, and batch.
 
     Args:
-        law: of the ids of a batch, which all differ: `uniform` or `zipf`.
+        batches: how many ids, which all differ.
     """
-    work = Work(rows, bounded, DIM, unique=unique)
+    work = Work(rows, bounded, DIM)
     random = np.random.default_rng(0)
-    gradients = random.normal(size=(unique, DIM)).astype(np.float32)
-    table, about = _filled(work, gradients[:1])
+    table, about = _filled(work)
     plain = _Plain(rows)
     step = rows  # later than all of filling
-    for number in range(-1, rounds):
-        some = random.choice(rows, unique, replace=False) if law == "uniform" else work.different(random, unique)
+    for number, law, count in itertools.product(range(-1, rounds), LAWS, batches):
+        some = random.choice(rows, count, replace=False) if law == "uniform" else work.different(random, count)
         positions = random.permutation(some)
-        ids = work.ids(positions)
+        ids, gradients = work.ids(positions), random.normal(size=(count, DIM)).astype(np.float32)
         step += 1
         found = {
-            "pull": _speed(unique, lambda ids=ids: table.pull(ids)),
-            "numpy_take": _speed(unique, lambda at=positions: plain.pull(at)),
-            "update": _speed(unique, lambda ids=ids, step=step: table.update([(ids, gradients)], _SCALARS, step)),
-            "numpy_update": _speed(unique, lambda at=positions: plain.update(at, gradients)),
-            "numpy_scatter": _speed(unique, lambda at=positions: plain.scatter(at, gradients)),
+            "pull": _speed(count, lambda ids=ids: table.pull(ids)),  # type: ignore[misc]
+            "numpy_take": _speed(count, lambda at=positions: plain.pull(at)),  # type: ignore[misc]
+            "update": _speed(count, lambda i=ids, g=gradients, s=step: table.update([(i, g)], _SCALARS, s)),  # type: ignore[misc]
+            "numpy_update": _speed(count, lambda at=positions, g=gradients: plain.update(at, g)),  # type: ignore[misc]
+            "numpy_scatter": _speed(count, lambda at=positions, g=gradients: plain.scatter(at, g)),  # type: ignore[misc]
         }
         if number >= 0:  # the first one warms
-            yield {"law": law, "unique": unique, "round": number, **about, **found}
+            yield {"law": law, "batch": count, "round": number, **about, **found}
 
 
-def _filled(work: Work, gradient: Array) -> tuple[Table, dict[str, Json]]:
+def _filled(work: Work) -> tuple[Table, dict[str, Json]]:
     """A table whose rows have each been made by an update, and what that took."""
-    update = UpdateSpec("adagrad", (("epsilon", works.EPSILON),), (("accumulator", works.ACCUMULATOR),), (DIM,), (False,))
+    update = UpdateSpec(
+        "adagrad", (("epsilon", works.EPSILON),), (("accumulator", works.ACCUMULATOR),), (DIM,), (False,)
+    )
     spec = TableSpec(DIM, work.rows if work.bounded else None, 7, Initial("uniform", -0.05, 0.05), update)
-    table, gradients, took = Table(spec), np.repeat(gradient, _FILLED, 0), []
+    table, gradients, took = Table(spec), np.full((_FILLED, DIM), 0.1, np.float32), list[float]()
     for begin in range(0, work.rows, _FILLED):
         ids = work.ids(np.arange(begin, min(begin + _FILLED, work.rows), dtype=np.int64))
         began_s = time.perf_counter()
@@ -99,12 +101,3 @@ def _speed(rows: int, call: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     call()
     return rows / (time.perf_counter() - began_s) / 1e6
-
-
-def medians(runs: list[dict[str, Json]]) -> dict[str, float]:
-    """Of each kind of work, and the ratios to NumPy's of the same round."""
-    kinds = ("pull", "numpy_take", "update", "numpy_update", "numpy_scatter", "made", "overhead_bytes")
-    found = {kind: statistics.median(run[kind] for run in runs) for kind in kinds}
-    for kind, other in (("pull", "numpy_take"), ("update", "numpy_update")):
-        found[f"{kind}_ratio"] = statistics.median(run[other] / run[kind] for run in runs)
-    return found

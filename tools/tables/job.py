@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
 import socket
 import subprocess
@@ -54,8 +53,8 @@ class Job:
         """Puts all rows into the pservers' tables, which a round has declared; how long it took, rows and bytes."""
         return _together(self._all(self._servers, f"fill {self.work.to_json()}"))
 
-    def round(self) -> dict[str, Json]:
-        """Takes the steps of a round.
+    def round(self, work: Work | None = None) -> dict[str, Json]:
+        """Takes the steps of a round, with other ids if `work` says so.
 
         Returns:
             step_s, wait_s: of the slowest worker: per step, and of that waiting for rows. Others are means of steps:
@@ -63,12 +62,14 @@ class Job:
             asked, early, pushed: rows, of all workers; see `Traffic`.
             received_bytes, sent_bytes: payload that pservers have received and sent.
         """
-        self._all(self._workers, "prepare")
+        self._all(self._workers, f"prepare {(work or self.work).to_json()}")
         before = self._totals()
         found = self._all(self._workers, "fit")
         after = self._totals()
         slowest = {name: max(float(each[name]) for each in found) for name in ("step_s", "wait_s")}
-        means = {name: round((after[name] - before.get(name, 0.0)) / self._steps, 6) for name in _TOTALS if name in after}
+        means = {
+            name: round((after[name] - before.get(name, 0.0)) / self._steps, 6) for name in _TOTALS if name in after
+        }
         return {**slowest, **means}
 
     def _totals(self) -> dict[str, Json]:
@@ -110,7 +111,7 @@ def tfps_job(
     options: Sequence[str] = (),
 ) -> Job:
     """Workers and pservers, in this order on `hosts` of a lab, or all on this one; `options` are of worker.py."""
-    starts = [host.popen for host in hosts] or [subprocess.Popen] * (workers + pservers)
+    starts: list[children.Start] = [host.popen for host in hosts] or [subprocess.Popen] * (workers + pservers)
     addresses = [host.address for host in hosts] or ["127.0.0.1"] * (workers + pservers)
     servers = [
         stack.enter_context(

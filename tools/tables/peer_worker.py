@@ -46,7 +46,7 @@ def main() -> None:
     else:
         take = _tf_ps(options.work, options.warmup, options.steps, unique=options.kind == "tf_ps_unique")
     for line in sys.stdin:
-        if line.strip() == "prepare":
+        if line.startswith("prepare"):
             say({}, stdout)
             continue
         say({"step_s": take(), "wait_s": 0.0}, stdout)
@@ -75,7 +75,8 @@ def _tf_ps(work: Work, warmup: int, steps: int, *, unique: bool) -> Round:
 
     def partitioner(shape: tf.TensorShape, dtype: tf.DType, **options: object) -> list[int]:
         if shape.rank == 2 and shape[0] == work.rows:
-            return shards(shape, dtype, **options)
+            found: list[int] = shards(shape, dtype, **options)
+            return found
         return [1] * (shape.rank or 1)  # dense layers are whole
 
     strategy = tf.distribute.ParameterServerStrategy(_cluster(), variable_partitioner=partitioner)
@@ -113,7 +114,7 @@ def _tf_ps(work: Work, warmup: int, steps: int, *, unique: bool) -> Round:
                 )
         return loss
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def step(batches: object) -> tf.Tensor:
         return strategy.run(replica, next(batches))  # type: ignore[call-overload]
 
@@ -184,7 +185,7 @@ def _tfra(work: Work, steps: int, *, on_servers: bool) -> Round:
         table.params.upsert(tf.constant(ids), tf.fill([len(ids), work.dim], 0.01))
     data, began_s, took_s = _batches(work, steps), 0.0, 0.0
 
-    def begin(epoch: int, _: object) -> None:
+    def start(epoch: int, _: object) -> None:
         nonlocal began_s
         began_s = time.perf_counter()
 
@@ -192,7 +193,7 @@ def _tfra(work: Work, steps: int, *, on_servers: bool) -> Round:
         nonlocal took_s
         took_s = time.perf_counter() - began_s
 
-    clock = tf_keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_epoch_end=end)
+    clock = tf_keras.callbacks.LambdaCallback(on_epoch_begin=start, on_epoch_end=end)
 
     def round_() -> float:
         model.fit(data, steps_per_epoch=steps, epochs=2, verbose=0, callbacks=[clock])

@@ -2,8 +2,8 @@
 
 Kinds: `tfps` (rows on pservers, as the environment has them), `local` (the same layer without a strategy), `keras`
 (keras.layers.Embedding without a strategy, compiled as Keras does it by itself), `keras_plain` (the same without XLA).
-It answers lines of its stdin with a line of JSON: `prepare` makes batches, `fit` takes the steps of a round with them:
-seconds per step behind the first ones, and how long the graph of a step waited for its rows.
+It answers lines of its stdin with a line of JSON: `prepare JSON` makes batches of a `Work`, `fit` takes the steps of a
+round with them: seconds per step behind the first ones, and how long the graph of a step waited for its rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
+import numpy as np
 
 import tfps
 from tfps.exchange.interface import Reply
@@ -58,7 +59,8 @@ class Waits:
             self.total_s += time.perf_counter() - since.pop(id(results))
             finishes(lookups, results, run, reply)
 
-        tables._Lookups._ask, tables._Lookups._finish = ask, done  # type: ignore[method-assign]
+        tables._Lookups._ask = ask  # type: ignore[assignment,method-assign]
+        tables._Lookups._finish = done  # type: ignore[assignment,method-assign]
 
 
 def build(kind: str, work: Work) -> keras.Model:
@@ -100,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     work, strategy, workers = options.work, None, 1
     if options.no_foresight:
-        foreseen.Ahead.staged = lambda ahead, batch: None  # type: ignore[method-assign]
+        foreseen.Ahead.staged = lambda ahead, batch: None  # type: ignore[assignment,method-assign]
     waits = Waits()
     if options.kind == "tfps":
         strategy = tfps.Strategy()
@@ -109,13 +111,17 @@ def main() -> None:
             model = build(options.kind, work)
     else:
         model = build(options.kind, work)
-    examples, rounds = None, 0
+    x: Array = np.empty(0)
+    y: Array = np.empty(0)
+    rounds = 0
     for line in sys.stdin:
-        if line.strip() == "prepare":
-            examples, rounds = work.examples(rounds, options.warmup + options.steps, workers), rounds + 1
+        what, _, argument = line.strip().partition(" ")
+        if what == "prepare":
+            given = Work.from_json(argument)
+            (x, y), rounds = given.examples(rounds, options.warmup + options.steps, workers), rounds + 1
             say({})
             continue
-        found = _fit(model, *examples, work.batch * workers, options.warmup, waits)
+        found = _fit(model, x, y, work.batch * workers, options.warmup, waits)
         if strategy is not None:
             strategy._runtime.settle(SETTLE_S)
         say(found)
