@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 from tfps.types import Options
 from tools.benchmark_plots import Run, Runs, Section, grouped
 from tools.pages import BLUE, COLOURS, GREEN, MARKERS, ORANGE, RED, SKY, plot, table
+from tools.tables import summary
 
 
 def overtaking(runs: Runs) -> Section:
@@ -147,6 +148,17 @@ def _over_time(runs: Runs) -> bytes:
     return plot(1, len(rates), 3.6, draw)
 
 
+def tables(runs: Runs) -> Section:
+    """Each part's."""
+    section = Section()
+    for each in summary.tables(runs):
+        section.add(f"{each.title[0].upper()}{each.title[1:]}:\n")
+        section.add(table(each.heads, each.rows))
+    for line in summary.left_out(runs):
+        section.add(f"- {line}\n")
+    return section
+
+
 def chaos(runs: Runs) -> Section:
     """Steps per second over time, what happened, and who took part."""
     section = Section()
@@ -209,5 +221,6 @@ DRAWERS: dict[str, Callable[[Runs], Section]] = {
     "compress": compress,
     "remote_update": remote_update,
     "modes": modes,
+    "tables": tables,
     "chaos": chaos,
 }

@@ -19,7 +19,7 @@ from tools.pages import PageError
 PROGRAM = "tools/make_benchmarks_page.py"
 NAMES = (
     *("schedule", "tuning", "scale", "wire", "overtaking", "compress", "remote_update", "modes", "overhead", "staging"),
-    *("chaos", "security", "peers"),
+    *("tables", "chaos", "security", "peers"),
 )
 _DRAWERS = {**benchmark_plots.DRAWERS, **benchmark_tables.DRAWERS}
 _HEAD = f"""# Benchmarks

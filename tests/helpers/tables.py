@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfps
 from tfps.tables.table import TableStats
@@ -31,8 +32,11 @@ class DenseTable(keras.layers.Layer):
         self.rows, self.dim = rows, dim
 
     def build(self, input_shape: Structure = None) -> None:
-        self.table = self.add_weight(shape=(self.rows, self.dim), name="table")
-        self.table.assign(initial(self.rows, self.dim))
+        def begin(shape: Structure, dtype: Argument) -> Array:
+            with tf.init_scope():
+                return initial(*shape)
+
+        self.table = self.add_weight(shape=(self.rows, self.dim), initializer=begin, name="table")
 
     def call(self, ids: Value) -> Value:
         return keras.ops.matmul(keras.ops.one_hot(ids, self.rows, dtype=self.compute_dtype), self.table)
@@ -45,5 +49,6 @@ class DenseTable(keras.layers.Layer):
 def stats(layer: Layer) -> TableStats | None:
     """Of a table in this process; None if it has never been declared."""
     table = layer._rows.table
+    assert table.runtime.settle(60.0)
     found = table.runtime.exchange._tables.get(table.bucket)
     return found and found.stats()

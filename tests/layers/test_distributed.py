@@ -383,6 +383,13 @@ def test_configs_are_known_by_their_attributes() -> None:
     assert list(layer.get_embedding_tables()) == ["t"]
 
 
+def test_each_table_is_a_layer_whose_rows_are_read_and_loaded() -> None:
+    layer = DistributedEmbedding({"a": feature("a", TableConfig("films", IDS, DIM), WIDTH)})
+    layer.tables["films"].load_rows([3, 5], np.array([[2.0] * DIM, [4.0] * DIM], np.float32))
+    np.testing.assert_allclose(layer({"a": tf.constant([[3, 5, 5, 3]])})["a"], [[3.0] * DIM])
+    np.testing.assert_array_equal(layer.tables["films"].read_rows([5]), layer.get_embedding_tables()["films"][5:6])
+
+
 # What is refused
 
 

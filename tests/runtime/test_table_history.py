@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -70,6 +71,28 @@ def test_tables_are_waited_for_at_the_same_time_as_each_other_and_as_dense_param
     assert [each.wait_s for each in found.tables] == pytest.approx([0.1, 0.1])
 
 
+def test_computing_takes_as_long_as_where_rows_are_not_waited_for() -> None:
+    plain, user, wait_s = history(LAYERS, 1e12), TableHistory("user", 64, None), 0.1
+    for step in range(STEPS):  # each begins when the first layer's gradients of the one before are there
+        begin_s = (plain[0].rounds[step - 1].ready_s if step else 0.0) + step * wait_s
+        user.looked_up(step, 1000, ns(begin_s), ns(begin_s + wait_s))
+        user.added(step, 1000, ns(begin_s + 2 * wait_s))
+    later = [
+        dataclasses.replace(
+            each,
+            rounds=[
+                Round(one.ready_s + (step + 1) * wait_s, one.done_s + (step + 1) * wait_s)
+                for step, one in enumerate(each.rounds)
+            ],
+        )
+        for each in plain
+    ]
+    expected, found = make_report(plain, LINK), make_report(later, LINK, tables=[user])
+    assert (found.compute_s, found.rows_wait_s) == pytest.approx((expected.compute_s, wait_s), abs=1e-3)
+    for one, other in zip(found.layers, expected.layers, strict=True):
+        assert (one.forward_s, one.backward_s) == pytest.approx((other.forward_s, other.backward_s), rel=0.01)
+
+
 def test_compressing_makes_dense_gradients_smaller_but_not_rows() -> None:
     def gain(tables: list[TableHistory]) -> float:
         found = make_report(dense(2_000_000), LINK, tables=tables)
@@ -121,6 +144,29 @@ def test_no_times_are_negative_whenever_rows_are_waited_for(
     assert found.without_schedule_s >= found.step_s
     assert all(layer.forward_s >= 0 and layer.backward_s >= 0 for layer in found.layers)
     assert str(found)
+
+
+def test_steps_of_a_model_without_other_gradients_go_from_the_first_lookup_to_the_last_gradients() -> None:
+    clock = iter(range(1000, 100_000, 1000))
+    recorder = Recorder(clock=lambda: next(clock))
+    recorder.start()
+    noted, counted, expected = StepSpans(recorder, rank=0), list[int](), []
+    noted.on_step = counted.append
+    for step in range(4):
+        if step == 3:
+            noted.count()  # of a step with dense gradients: it is recorded elsewhere
+        begin_ns = noted.now()
+        for bucket in range(2):
+            noted.looked_up(begin_ns, bucket, declared(f"{bucket}"), step, 10)
+        for bucket in range(2):
+            noted.added(bucket, declared(f"{bucket}"), step, 10)
+        expected.append((step, begin_ns, begin_ns + 4000))
+    noted.added(0, declared("0"), 9, 10, in_graph=False)
+    for kind in ("step", "forward"):
+        found = [(one.step, one.begin_ns, one.end_ns) for one in spans(recorder) if one.kind == kind]
+        assert found == expected[:2]
+    assert [number for number, _ in noted.steps] == [0, 1]
+    assert counted == [1, 2, 3]
 
 
 @pytest.mark.parametrize("records", [True, False])

@@ -21,11 +21,11 @@ LAUNCHED = [sys.executable, "-m", "tfps.launch", "--workers", "2", "--pservers",
 ways = pytest.mark.parametrize(("command", "workers"), [(ALONE, 1), (LAUNCHED, 2)], ids=["alone", "two workers"])
 
 
-def run(command: list[str], example: str, *arguments: str, code: int = 0) -> str:
-    """The output of an example, which must end with `code`."""
+def run(command: list[str], example: str, *arguments: str, code: int = 0, **variables: str) -> str:
+    """The output of an example, which must end with `code`, with `variables` in its environment."""
     ended = subprocess.run(
         [*command, str(EXAMPLES / f"{example}.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(jobs.ROOT)},
+        env={**os.environ, "PYTHONPATH": str(jobs.ROOT), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -43,7 +43,7 @@ def number(name: str, output: str) -> float:
 
 
 def test_no_example_is_forgotten() -> None:
-    tested = {"digits", "custom_loop", "train_step", "flowers", "text", "backup"}
+    tested = {"digits", "custom_loop", "train_step", "flowers", "text", "clicks", "backup"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -55,6 +55,24 @@ def test_it_learns(example: str, at_least: float, command: list[str], workers: i
     output = run(command, example)
     assert number("test_accuracy", output) >= at_least
     assert number("workers", output) == workers
+
+
+@pytest.mark.parametrize(
+    ("command", "mode", "settings"),
+    [
+        (ALONE, "sync", {}),
+        (LAUNCHED, "sync", {}),
+        (LAUNCHED, "async", {"TFPS_UPDATE": "server", "TFPS_STALENESS": "2"}),
+        (LAUNCHED, "async", {"TFPS_UPDATE": "server"}),
+    ],
+    ids=["alone", "sync", "bounded", "async"],
+)
+def test_clicks_are_foreseen_nearly_as_well_as_can_be(command: list[str], mode: str, settings: dict[str, str]) -> None:
+    output = run(command, "clicks", "--steps", "300", TFPS_MODE=mode, **settings)
+    best = number("best_auc", output)
+    assert best < 0.9
+    assert best - 0.04 < number("test_auc", output) < best
+    assert f"mode={mode}" in output
 
 
 @ways

@@ -36,7 +36,8 @@ class AllRows:
         return found if dtype is None else tf.cast(found, dtype)
 
     def numpy(self) -> Array:
-        return tf.convert_to_tensor(self).numpy()
+        found: Array = tf.convert_to_tensor(self).numpy()
+        return found
 
     def __array__(self, dtype: Argument = None, copy: bool | None = None) -> Array:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)

@@ -28,7 +28,7 @@ _PREPROCESSED, _PLACEMENT = "preprocessed_inputs_per_placement", "default_device
 
 
 @keras.saving.register_keras_serializable(package="tfps")
-class DistributedEmbedding(keras.layers.Layer):
+class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
     """Looks up features in tables on pservers, and makes one row of the ids of each example.
 
     Takes the place of `keras_rs.layers.DistributedEmbedding`: the same arguments, among them the configs of keras_rs
@@ -55,6 +55,9 @@ class DistributedEmbedding(keras.layers.Layer):
 
     Output: for each feature [batch, embedding_dim] in the layer's compute dtype; of examples without ids 0.
 
+    Attributes:
+        tables: `tfps.layers.Embedding` by the table's name: for rows of their own, to read, load and export.
+
     Raises:
         ValueError: configs, shapes or weights do not fit together; or ids are no integers.
         UnsupportedError: a table has placement `"sparsecore"`, or an optimizer or initializer without a rule by row.
@@ -79,7 +82,7 @@ class DistributedEmbedding(keras.layers.Layer):
         self.autocast = False  # of weights
         self.supports_jit = False
         self._features = _Features(feature_configs, table_stacking)
-        self._tables = {
+        self.tables = {
             each.name: _shared_table(each, trainable=self.trainable, dtype=self.dtype_policy)
             for each in self._features.tables
         }
@@ -87,7 +90,7 @@ class DistributedEmbedding(keras.layers.Layer):
     def build(self, input_shapes: Structure = None) -> None:
         if input_shapes is not None:
             self.compute_output_shape(input_shapes)
-        for name, table in self._tables.items():
+        for name, table in self.tables.items():
             with _about(f"table {name!r}"):
                 table.build()
         self.built = True
@@ -106,7 +109,7 @@ class DistributedEmbedding(keras.layers.Layer):
     def call(self, inputs: Structure, weights: Structure = None, training: bool = False) -> Structure:
         given = self._features.given(inputs, weights)
         outputs: list[Value] = [None] * len(given)
-        for name, table in self._tables.items():
+        for name, table in self.tables.items():
             own = [place for place, each in enumerate(given) if each.config.table.name == name]
             for place, rows in zip(own, table.look_up([given[each] for each in own]), strict=True):
                 outputs[place] = rows
@@ -121,7 +124,7 @@ class DistributedEmbedding(keras.layers.Layer):
         Raises:
             ValueError: a table has `vocabulary_size=None`, so there is no last row.
         """
-        return {name: tf.convert_to_tensor(table.embeddings) for name, table in self._tables.items()}
+        return {name: tf.convert_to_tensor(table.embeddings) for name, table in self.tables.items()}
 
     def compute_output_shape(self, input_shapes: Structure) -> Structure:
         if _is_preprocessed(input_shapes):

@@ -124,8 +124,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
                 self._seed,
                 self.optimizer,
                 settings,
-                trainable=self.trainable,
             )
+        self._rows.trainable = self.trainable  # which may change
         if self.optimizer is not None and tf.distribute.has_strategy():
             adopt(self.optimizer, tf.distribute.get_strategy())
         self.built = True

@@ -6,8 +6,11 @@ Tested in tests/layers/test_initializers.py.
 from __future__ import annotations
 
 import math
+import random
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.tables.initial import Initial
@@ -28,7 +31,8 @@ def initial_of(initializer: Argument, rows: int | None, dim: int) -> tuple[Initi
     made, of = keras.initializers.get(initializer), keras.initializers
     kind = type(made)
     seed = getattr(made, "seed", 0)
-    seed = seed if isinstance(seed, int) else 0
+    if not isinstance(seed, int):  # a keras.random.SeedGenerator: as if none had been given
+        seed = random.randint(1, 10**9)
     if kind in (of.Zeros, of.Ones):
         return Initial("constant", float(kind is of.Ones), 0.0), 0
     if kind is of.Constant and isinstance(made.value, (int, float)):
@@ -39,12 +43,21 @@ def initial_of(initializer: Argument, rows: int | None, dim: int) -> tuple[Initi
         return Initial("normal", float(made.mean), float(made.stddev)), seed
     if kind is of.TruncatedNormal:
         return Initial("truncated_normal", float(made.mean), float(made.stddev)), seed
-    if isinstance(made, of.VarianceScaling):
+    if isinstance(made, of.VarianceScaling) and kind.__call__ is of.VarianceScaling.__call__:
         return _scaled(made, rows, dim), seed
     raise UnsupportedError(
         f"rows of a table are made one by one, with one of Keras' initializers {_KNOWN}, got {initializer!r}; assign "
         "other values with load_rows()"
     )
+
+
+def _signed(seed: Argument) -> int:
+    """A seed, or the next one of a generator, as int64."""
+    if isinstance(seed, keras.random.SeedGenerator):
+        with tf.init_scope():
+            high, low = np.asarray(seed.next()).astype(np.uint32).tolist()
+        seed = high << 32 | low
+    return (seed + 2**63) % 2**64 - 2**63 if isinstance(seed, int) else 0
 
 
 def _scaled(made: keras.initializers.VarianceScaling, rows: int | None, dim: int) -> Initial:

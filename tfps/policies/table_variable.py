@@ -48,7 +48,10 @@ def _local_runtime() -> Runtime:
 
 
 class TableVariable(keras.Variable):
-    """Stands for a table; float32 [1], always 0. Its gradient is `tf.IndexedSlices` of rows, float32 [n, dim]."""
+    """Stands for a table; float32 [1, dim], always 0. Its gradient is `tf.IndexedSlices` of rows, float32 [n, dim].
+
+    Its shape is that of a table of one row: so TensorFlow makes the gradients of branches that look nothing up.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class TableVariable(keras.Variable):
         settings: dict[str, int | None],  # of admission: fields of TableSpec
         **options: Argument,
     ) -> None:
-        super().__init__(initializer="zeros", shape=(1,), dtype="float32", name=name, **options)
+        super().__init__(initializer="zeros", shape=(1, dim), dtype="float32", name=name, **options)
         self.overwrite_with_gradient = True  # so that optimizers keep no slots for it
         self.strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
         self.dim, self.rows, self.optimizer = dim, rows, optimizer
@@ -80,7 +83,6 @@ class TableVariable(keras.Variable):
             _all[self.table.number] = self
         if optimizer is not None:
             update_spec(optimizer, dim)  # which may refuse
-            optimizer.build([])
 
     @property
     def _replica(self) -> int:
@@ -93,8 +95,8 @@ class TableVariable(keras.Variable):
         """Rows of `ids`, int64 [n], each once: float32 [n, dim], differentiable with respect to this variable."""
         if not tf.executing_eagerly() and in_xla(ops.get_default_graph()):
             raise UnsupportedError(
-                f"rows of table {self.path!r} are looked up in a function compiled by XLA (jit_compile=True), which cannot "
-                "ask for them; use jit_compile=False"
+                f"rows of table {self.path!r} are looked up in a function compiled by XLA (jit_compile=True), which "
+                "cannot ask for them; use jit_compile=False"
             )
         self._take_seed()
         rows = self.table.lookup(ids, self._replica)
@@ -106,7 +108,7 @@ class TableVariable(keras.Variable):
             def gradient(upstream: Value) -> tuple[tf.IndexedSlices, None]:
                 if isinstance(upstream, tf.IndexedSlices):
                     upstream = tf.math.unsorted_segment_sum(upstream.values, upstream.indices, tf.size(ids))
-                return tf.IndexedSlices(upstream, ids, tf.constant([1, self.dim], tf.int64)), None
+                return tf.IndexedSlices(upstream, _flipped(ids), tf.constant([1, self.dim])), None
 
             return tf.identity(rows), gradient
 
@@ -148,7 +150,11 @@ class TableVariable(keras.Variable):
         """Sends this replica's gradient to the owners of the rows, once declared; `optimizer` as there."""
         optimizer = self.optimizer or optimizer
         if not isinstance(gradient, tf.IndexedSlices):
-            raise UnsupportedError(f"the gradient of table {self.path!r} must be tf.IndexedSlices, got {gradient!r}")
+            raise UnsupportedError(
+                f"the gradient of table {self.path!r} must be tf.IndexedSlices, got {gradient!r}: look rows up before "
+                "tf.while_loop, tf.map_fn, tf.scan, keras.layers.RNN and tf.recompute_grad, not within, and leave "
+                "the variable of the table out of losses"
+            )
         ids, values = _by_id(gradient)
         if isinstance(self.strategy, BaseStrategy):
             ids, values = self._counted(ids, values)
@@ -247,12 +253,29 @@ def _slots(rule: str, optimizer: Optimizer) -> dict[str, float]:
     return dict.fromkeys(names.get(rule, ("momentum",)), 0.0)
 
 
+# The sign of ids is flipped in gradients: then index 0 is an id that nobody has, but for those of a tf.cond that has
+# looked nothing up: TensorFlow makes one row of zeros of index 0.
+_SIGN = -(2**63)
+
+
+def _flipped(ids: tf.Tensor) -> tf.Tensor:
+    return tf.bitwise.bitwise_xor(ids, tf.constant(_SIGN, tf.int64))
+
+
 def _by_id(gradient: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
     """Ids, each once, and the sum of their gradients, float32 [n, dim]; several lookups may have the same."""
     values = tf.cast(gradient.values, tf.float32)
     with tf.device("/device:CPU:0"):
-        ids, places = tf.unique(tf.cast(gradient.indices, tf.int64), out_idx=tf.int64)
-    return ids, tf.math.unsorted_segment_sum(values, places, tf.size(ids))
+        ids, places = tf.unique(_flipped(tf.cast(gradient.indices, tf.int64)), out_idx=tf.int64)
+        nobody = tf.equal(ids, _SIGN)
+    summed = tf.math.unsorted_segment_sum(values, places, tf.size(ids))
+
+    def without() -> tuple[tf.Tensor, tf.Tensor]:
+        kept = tf.logical_not(nobody) | tf.reduce_any(tf.not_equal(summed, 0.0), 1)
+        return tf.boolean_mask(ids, kept), tf.boolean_mask(summed, kept)
+
+    found: tuple[tf.Tensor, tf.Tensor] = tf.cond(tf.reduce_any(nobody), without, lambda: (ids, summed))
+    return found
 
 
 def _replicas(strategy: tf.distribute.Strategy | None) -> int:

@@ -44,6 +44,8 @@ class StepSpans:
         self.reduced = False  # something was reduced outside of a graph
         self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; by tfps-apply
         self.tables: dict[int, TableHistory] = {}  # by bucket; of all steps, recorded or not
+        self._only_tables = True  # whether no other gradients have come; this and the next: pump thread only
+        self._table_step = -1  # the last one with gradients of a table
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
         # Of steps with some of their sends, by graph run: when gradients were ready; number, and times of the forward
@@ -92,6 +94,10 @@ class StepSpans:
                 self._record(graph_run, *passes[-1], min(gradients), max(gradients))
 
     def count(self) -> None:
+        self._only_tables = False
+        self._count()
+
+    def _count(self) -> None:
         self.counted += 1
         if self.on_step is not None:
             self.on_step(self.counted)
@@ -149,11 +155,26 @@ class StepSpans:
         nbytes = table.row_bytes * rows
         self._span("lookup", begin_ns, end_ns, step=step, bucket=bucket, priority=spec.priority, nbytes=nbytes)
 
-    def added(self, bucket: int, spec: BucketSpec, step: int, rows: int) -> None:
+    def added(self, bucket: int, spec: BucketSpec, step: int, rows: int, *, in_graph: bool = True) -> None:
         """Notes that gradients of so many rows of a table are ready on the host."""
         table, now_ns = self._table(bucket, spec), self.now()
         table.added(step, rows, now_ns)
         self.ready(now_ns, bucket, spec, step, table.row_bytes * rows)
+        if in_graph and self._only_tables and step > self._table_step:
+            self._step_of_tables(self._table_step)
+            self._table_step = step
+
+    def _step_of_tables(self, step: int) -> None:
+        """Records a step of a model without other gradients: from its first lookup to its last gradients."""
+        found = [times for table in list(self.tables.values()) if (times := table.times(step)) is not None]
+        if not found:
+            return
+        if self.recorder.enabled:
+            begin = max(min(begin for begin, _ in found), self._until_ns)
+            end = max(begin, *(end for _, end in found))
+            self._step(step, begin, end)
+            self._span("forward", begin, end, step=step)
+        self._count()
 
     def _table(self, bucket: int, spec: BucketSpec) -> TableHistory:
         if (found := self.tables.get(bucket)) is None:

@@ -78,6 +78,14 @@ class TableHistory:
         with self._lock:
             return union(wait for step in self._steps.values() for wait in step.waits)
 
+    def times(self, step: int) -> Interval | None:
+        """From the first lookup of a step to its gradients; None: these are not known."""
+        with self._lock:
+            found = self._steps.get(step)
+            if found is None or not found.waits or not found.added_ns:
+                return None
+            return min(begin_ns for begin_ns, _ in found.waits), found.added_ns
+
     def ends_s(self) -> list[float]:
         """When the gradients of each step were ready."""
         with self._lock:

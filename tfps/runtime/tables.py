@@ -154,6 +154,7 @@ class HostTable:
             number = tf.constant(trace.number, tf.int64)
             about = tf.stack([self.steps[replica].read_value(), number, getattr(graph, _RUN)])
             data, _ = graph_ops.pull(self.runtime.queue, self.pulls.id, graph_ops.to_raw(ids), graph_ops.to_raw(about))
+            self._answers_in(graph).append((replica, data))
             rows = tf.reshape(graph_ops.from_raw(data, tf.float32), [-1, self.dim])
             return tf.ensure_shape(rows, [None, self.dim])
 
@@ -177,9 +178,15 @@ class HostTable:
                 [tf.stack([self.steps[replica].read_value(), *counted]), tf.bitcast(scalars, tf.int64), ids], 0
             )
             run = tf.constant(0, tf.int64)
-            sent = graph_ops.send(
-                self.runtime.queue, self.pushes.id, run, graph_ops.to_raw(gradients), graph_ops.to_raw(about)
-            )
+            # A gradient that does not depend on the rows would else be applied before they are read.
+            # Their sizes: in a branch they are values of the graph around.
+            answers = [
+                tf.size(data) for graph in graphs for each, data in self._answers_in(graph) if each == replica
+            ]
+            with tf.control_dependencies(answers):
+                sent = graph_ops.send(
+                    self.runtime.queue, self.pushes.id, run, graph_ops.to_raw(gradients), graph_ops.to_raw(about)
+                )
             with tf.control_dependencies([sent]):
                 self.steps[replica].assign_add(1, read_value=False)
 
@@ -189,6 +196,14 @@ class HostTable:
         if not hasattr(graph, name):
             setattr(graph, name, [])
         found: list[tuple[int, int, tf.Tensor, Sequence[tf.Tensor]]] = getattr(graph, name)
+        return found
+
+    def _answers_in(self, graph: tf.Graph) -> list[tuple[int, tf.Tensor]]:
+        """Replica and rows of each lookup in a graph; on the graph itself, as lookups are."""
+        name = f"_tfps_answers_{self.number}"
+        if not hasattr(graph, name):
+            setattr(graph, name, [])
+        found: list[tuple[int, tf.Tensor]] = getattr(graph, name)
         return found
 
     # Ahead of a step

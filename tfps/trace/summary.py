@@ -94,7 +94,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class TableUse:
-    """What steps have exchanged of one table, and how long that took; added up over workers and steps."""
+    """What steps have exchanged of one table, and how long that took; added up over workers and steps.
+
+    Other than elsewhere messages count that are of these steps, whenever they begin.
+    """
 
     table: str
     wait_ns: int  # at least one of a worker's lookups waited for its rows
@@ -187,7 +190,7 @@ class _Summarizer:
             limit=self._limit(totals, costs),
             view=self._view(),
             changes=tuple(itertools.starmap(self._change, self._capture.changes)),
-            tables=tuple(self._tables(itertools.chain(*messages.values()))),
+            tables=tuple(self._tables()),
         )
 
     def _rank(self, span: Span) -> int:
@@ -268,24 +271,30 @@ class _Summarizer:
         costs = [Cost(name, ns) for (_, name), ns in spent.items() if ns]
         return tuple(sorted(costs, key=lambda cost: (-cost.exposed_ns, cost.variable)))
 
-    def _tables(self, messages: Iterable[Span]) -> Iterator[TableUse]:
-        held, exchanged = self._by_step("held"), _grouped((span.bucket, span) for span in messages)
-        questions = _grouped((span.bucket, span) for spans in held.values() for span in spans)
-        lookups = self._times(lambda span: (span.bucket, self._rank(span)), "lookup")
+    def _tables(self) -> Iterator[TableUse]:
+        """What belongs to lookups that begin within steps: gradients come, and ids may go, outside of these."""
+        lookups = _grouped((span.bucket, span) for span in self._kinds["lookup"])
+        others = _grouped((span.bucket, span) for kind in (*_WIRES, "held") for span in self._kinds[kind])
         for bucket in sorted(self._capture.tables):
-            waits = (
-                total(clip(lookups[bucket, rank], *bounds))
-                for ranks in self._bounds.values()
-                for rank, bounds in ranks.items()
-            )
+            steps, waits = set[int](), 0
+            own = _grouped((self._rank(span), span) for span in lookups[bucket])
+            for rank, found in own.items():
+                times = union((span.begin_ns, span.end_ns) for span in found)
+                for begin, end in (ranks[rank] for ranks in self._bounds.values() if rank in ranks):
+                    waits += total(clip(times, begin, end))
+                    steps.update(span.step for span in found if begin <= span.begin_ns < end)
             nbytes: Counter[tuple[str, bool]] = Counter()
-            for span in exchanged[bucket]:
-                nbytes[span.kind, self._capture.asks(span)] += max(span.nbytes, 0)
+            held: list[int] = []
+            for span in others[bucket]:
+                if span.step in steps and span.kind == "held":
+                    held.append(span.duration_ns)
+                elif span.step in steps:
+                    nbytes[span.kind, self._capture.asks(span)] += max(span.nbytes, 0)
             yield TableUse(
                 self._capture.buckets[bucket].name,
-                sum(waits),
-                len(questions[bucket]),
-                sum(span.duration_ns for span in questions[bucket]),
+                waits,
+                len(held),
+                sum(held),
                 nbytes["wire", True],
                 nbytes["reply_wire", True],
                 nbytes["wire", False],

@@ -36,7 +36,7 @@ class Table(NamedTuple):
 def tables(runs: Runs) -> Iterator[Table]:
     """One or more of each part that there are runs of."""
     for part, make in _TABLES.items():
-        if own := [run for run in runs if run["part"] == part]:
+        if own := [run for run in runs if run["part"] == part and "left_out" not in run]:
             yield make(own)
 
 
@@ -44,7 +44,7 @@ def headline(runs: Runs) -> dict[str, float]:
     """Figures by name: `_s` are seconds, `_ratio` how many times as much, `_m_per_s` million rows per second."""
     found: dict[str, float] = {}
     for part, make in _HEADLINES.items():
-        if own := [run for run in runs if run["part"] == part]:
+        if own := [run for run in runs if run["part"] == part and "left_out" not in run]:
             found |= make(own)
     return found
 
@@ -57,8 +57,7 @@ def left_out(runs: Runs) -> list[str]:
 def _by(runs: Runs, key: Callable[[Run], Key]) -> dict[Key, list[Run]]:
     found: dict[Key, list[Run]] = {}
     for run in runs:
-        if "left_out" not in run:
-            found.setdefault(key(run), []).append(run)
+        found.setdefault(key(run), []).append(run)
     return found
 
 

@@ -74,13 +74,14 @@ class Work:
         return np.minimum(found.astype(np.int64) - 1, self.rows - 1)
 
     def different(self, random: np.random.Generator, count: int) -> Ids:
-        """The first `count` different numbers of rows that are drawn."""
+        """As many different numbers of rows, ascending, as have been drawn once these are `count`."""
         found = np.empty(0, np.int64)
-        while len(found) < count:
-            some = np.concatenate([found, self.drawn(random, _DRAWN)])
-            _, first = np.unique(some, return_index=True)
-            found = some[np.sort(first)]
-        return found[:count]
+        while True:
+            some = _ascending(self.drawn(random, _DRAWN))
+            new = some[~_among(found, some)]
+            if len(found) + len(new) >= count:
+                return np.sort(np.concatenate([found, random.permutation(new)[: count - len(found)]]))
+            found = np.sort(np.concatenate([found, new]))
 
     def example_ids(self, random: np.random.Generator) -> Ids:
         """Those of one batch, [batch, features]."""
@@ -88,14 +89,12 @@ class Work:
             numbers = self.drawn(random, self.of_batch)
         else:
             once = self.different(random, self.unique)
-            known, more = np.sort(once), [once]
-            left = self.of_batch - self.unique
+            every, left = [once], self.of_batch - self.unique
             while left > 0:
                 some = self.drawn(random, _DRAWN)
-                at = np.minimum(np.searchsorted(known, some), len(known) - 1)
-                more.append(some[known[at] == some][:left])
-                left -= len(more[-1])
-            numbers = random.permutation(np.concatenate(more))
+                every.append(some[_among(once, some)][:left])
+                left -= len(every[-1])
+            numbers = random.permutation(np.concatenate(every))
         return self.ids(numbers).reshape(self.batch, self.features)
 
     def examples(self, seed: int, batches: int, workers: int = 1) -> tuple[Ids, NDArray[np.float32]]:
@@ -103,6 +102,21 @@ class Work:
         random = np.random.default_rng(seed)
         x = np.concatenate([self.example_ids(random) for _ in range(batches * workers)])
         return x, (x.sum(1) % 2).astype(np.float32)[:, None]
+
+
+def _ascending(numbers: Ids) -> Ids:
+    """Each once."""
+    ascending = np.sort(numbers)  # np.unique is much slower
+    found: Ids = ascending[np.concatenate([[True], ascending[1:] != ascending[:-1]])]
+    return found
+
+
+def _among(known: Ids, numbers: Ids) -> NDArray[np.bool_]:
+    """Which numbers are among `known`, which are ascending."""
+    if not len(known):
+        return np.zeros(len(numbers), np.bool_)
+    found: NDArray[np.bool_] = known.take(known.searchsorted(numbers), mode="clip") == numbers
+    return found
 
 
 def parser(description: str) -> argparse.ArgumentParser:
