@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from tfps.errors import ConfigError, TfpsError
 from tfps.trace import capture_file
-from tfps.trace.capture import Capture, Span
+from tfps.trace.capture import WAITS, Capture, Span
 from tfps.trace.step_times import difference, total, union
 from tfps.types import Json
 
@@ -190,7 +190,7 @@ def from_capture(capture: Capture) -> Profile:
     for span in capture.spans:
         if capture.processes[span.process] != worker:
             continue
-        if span.kind == "gate":
+        if span.kind in WAITS:
             waits.append((span.begin_ns, span.end_ns))
         elif span.kind in ("forward", "backward", "ready"):
             steps[span.step][span.kind].append(span)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable
 
 import keras
@@ -15,7 +16,7 @@ import tensorflow as tf
 from program import DEVICES, Job, Results, history, sharded
 
 import tfps
-from tfps.types import Argument, Array, Layer, Model, Optimizer, Structure, Value
+from tfps.types import Argument, Array, Layer, Logs, Model, Optimizer, Structure, Value
 
 L = keras.layers
 ROWS, DIM, BATCH = 60, 4, 12
@@ -286,7 +287,7 @@ def _loop(job: Job) -> tuple[Model, list[Layer], Callable[[Structure], Value], t
 
 def loop(job: Job) -> Results:
     """A loop of one's own: a function for each step."""
-    model, made, step, batches = _loop(job)
+    _, made, step, batches = _loop(job)
     strategy = _strategy(job)
     train = tf.function(lambda batch: strategy.run(step, args=(batch,)), autograph=False)
     batches = strategy.experimental_distribute_dataset(batches)
@@ -363,39 +364,79 @@ def independent(job: Job) -> Results:
     return {f"ranks {name}": each for name, each in found.items()}
 
 
-def _refused(job: Job, tables: Callable[[], list[Layer]], rows: int = 48, **options: Argument) -> Results:
-    """What `fit` raises: of which class, and what it says."""
-    try:
-        fitted(job, "adagrad", rows, tables, **options)
-    except Exception as error:
-        return {"own refused": (type(error).__mro__[0].__name__, str(error))}
-    return {"own refused": ("", "")}
+def lost(job: Job) -> Results:
+    """The last rank dies in the middle of an epoch."""
 
+    def die(batch: int, logs: Logs | None = None) -> None:
+        if job.rank == job.workers - 1 and batch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def different(job: Job) -> Results:
-    """The ranks' tables have different sizes."""
-    return _refused(job, lambda: [tfps.layers.Embedding(None, DIM + job.rank, name="users", **SPEC)])
-
-
-def out_of_range(job: Job) -> Results:
-    """The last rank has an id that the table has not."""
-    random = np.random.default_rng(0)
-    x = random.integers(0, ROWS, (60, 6))
-    x[30, 2] = ROWS + 7
+    x, y = data(240)
     made: list[Layer] = []
 
     def build() -> Model:
-        made.append(tfps.layers.Embedding(ROWS, DIM, name="users", **SPEC))
+        made.extend([table(), table(None, optimizer=OPTIMIZERS["adagrad"]())])
         return words_model(*made)
 
     model = compiled(job, build, OPTIMIZERS["adam"])
+    y = x[:, 0] % 10
+    dies = keras.callbacks.LambdaCallback(on_train_batch_end=die)
+    fit = model.fit(x, y, batch_size=BATCH, epochs=6, shuffle=False, verbose=0, callbacks=[dies])
+    assert job.strategy is not None
+    return {**rows_of(*made), **history(fit), "workers": np.array(job.strategy.num_workers), "ranks": _left(job)}
+
+
+def _left(job: Job) -> Array:
+    assert job.strategy is not None
+    return np.array(job.strategy._runtime.exchange.view.ranks)
+
+
+def _refused(job: Job, build: Callable[[], Model]) -> Results:
+    """What `fit` raises: of which class, and what it says."""
+    x, y = data(48)
     try:
-        model.fit(x, x[:, 0] % 10, batch_size=BATCH, shuffle=False, verbose=0)
+        compiled(job, build, OPTIMIZERS["adagrad"]).fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     except Exception as error:
         return {"own refused": (type(error).__name__, str(error))}
     return {"own refused": ("", "")}
 
 
+def different(job: Job) -> Results:
+    """The ranks' tables have rows of different sizes."""
+
+    def build() -> Model:
+        words = keras.Input((6,), dtype="int64")
+        users = tfps.layers.Embedding(None, DIM + job.rank, name="users", **SPEC)
+        return keras.Model(words, L.Dense(10)(keras.ops.mean(users(words), -1)))
+
+    return _refused(job, build)
+
+
 def too_large(job: Job) -> Results:
     """A table that a pserver has no memory for."""
-    return _refused(job, lambda: [tfps.layers.Embedding(None, DIM, max_rows=10**9, name="users", **SPEC)])
+    return _refused(job, lambda: words_model(table(None, max_rows=10**10, name="users")))
+
+
+def out_of_range(job: Job) -> Results:
+    """The last rank's part of the third batch has an id that the table has not."""
+    wrong = ROWS if job.rank == job.workers - 1 else ROWS - 1
+
+    class Some(L.Layer):
+        def call(self, words: Value) -> Value:
+            return tf.where(tf.equal(words, ROWS - 1), tf.cast(wrong, words.dtype), words)
+
+        def compute_output_shape(self, shape: Structure) -> Structure:
+            return shape
+
+    def build() -> Model:
+        words = keras.Input((6,), dtype="int64")
+        users = table(name="users")
+        return keras.Model(words, L.Dense(10)(L.GlobalAveragePooling1D()(users(Some()(words)))))
+
+    model, (x, y) = compiled(job, build, OPTIMIZERS["adam"]), data(60)
+    x[3 * BATCH - 1, 2] = ROWS - 1
+    try:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    except Exception as error:
+        return {"own refused": (type(error).__name__, str(error))}
+    return {"own refused": ("", "")}

@@ -25,7 +25,9 @@ def rows(initializer: Argument, input_dim: int | None = ROWS, ids: Array | None 
     return found
 
 
-@pytest.mark.parametrize("initializer", [of.Zeros(), of.Ones(), of.Constant(-2.5), "zeros"], ids=["0", "1", "-2.5", "name"])
+@pytest.mark.parametrize(
+    "initializer", [of.Zeros(), of.Ones(), of.Constant(-2.5), "zeros"], ids=["0", "1", "-2.5", "name"]
+)
 def test_constants_are_keras_own(initializer: Argument) -> None:
     np.testing.assert_array_equal(rows(initializer), of.get(initializer)((ROWS, DIM)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import urllib.request
 
 import jobs
@@ -38,8 +39,8 @@ def test_a_status_says_what_each_table_has_and_what_became_of_what_was_asked_and
     server = cluster.pserver(2)
     first, second = workers = cluster.workers([server.address], 2)
     jobs.declare(workers, declared("user", ADMITS), declared("item"))
-    reference, per_step = Table(ADMITS), []
-    steps = [
+    reference, per_step = Table(ADMITS), list[int]()
+    steps: list[list[tuple[int, ...]]] = [
         [(1, 2, 3), (3, 4)],
         [(1, 2, 3), (3, 4)],
         [(5, 6), (6, 7)],
@@ -143,6 +144,20 @@ def test_what_members_send_and_get_counts_rows_and_a_late_rank_has_the_wait_for_
         assert member.received_bytes == pushed + (len(encode_ids(ids_of())) if member.rank else 0)
         assert (member.received_slices, member.sent_slices) == (2 + member.rank, 2)
         assert (member.sent_bytes, member.step) == (4 * DIM * len(own), 0)
+
+
+def test_where_workers_step_apart_each_step_of_a_rank_is_an_update_and_none_is_late(cluster: Cluster) -> None:
+    server = cluster.pserver(2)
+    config = dataclasses.replace(jobs.CONFIG, mode="async", update="server")
+    workers = first, second = cluster.workers([server.address], 2, config=config)
+    jobs.declare(workers, declared("user"))
+    for worker, steps in ((first, 2), (second, 1)):
+        for step in range(steps):
+            added(worker, 0, ids_of(1, 2), step).wait()
+    status = server.status()
+    (table,) = status.tables
+    assert (table.rows, table.updates, table.gradient_rows, table.updated_rows) == (2, 3, 6, 6)
+    assert [member.wait_s for member in status.members] == [0, 0]
 
 
 def test_a_table_of_two_buckets_counts_once_and_tables_of_one_name_are_told_apart(cluster: Cluster) -> None:

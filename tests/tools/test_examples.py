@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import jobs
@@ -21,11 +22,13 @@ LAUNCHED = [sys.executable, "-m", "tfps.launch", "--workers", "2", "--pservers",
 ways = pytest.mark.parametrize(("command", "workers"), [(ALONE, 1), (LAUNCHED, 2)], ids=["alone", "two workers"])
 
 
-def run(command: list[str], example: str, *arguments: str, code: int = 0, **variables: str) -> str:
-    """The output of an example, which must end with `code`, with `variables` in its environment."""
+def run(
+    command: list[str], example: str, *arguments: str, code: int = 0, settings: Mapping[str, str] | None = None
+) -> str:
+    """The output of an example, which must end with `code`, with `settings` in its environment."""
     ended = subprocess.run(
         [*command, str(EXAMPLES / f"{example}.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(jobs.ROOT), **variables},
+        env={**os.environ, "PYTHONPATH": str(jobs.ROOT), **(settings or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -68,7 +71,7 @@ def test_it_learns(example: str, at_least: float, command: list[str], workers: i
     ids=["alone", "sync", "bounded", "async"],
 )
 def test_clicks_are_foreseen_nearly_as_well_as_can_be(command: list[str], mode: str, settings: dict[str, str]) -> None:
-    output = run(command, "clicks", "--steps", "300", TFPS_MODE=mode, **settings)
+    output = run(command, "clicks", "--steps", "300", settings={"TFPS_MODE": mode, **settings})
     best = number("best_auc", output)
     assert best < 0.9
     assert best - 0.04 < number("test_auc", output) < best

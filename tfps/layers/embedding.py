@@ -29,8 +29,8 @@ Combiner = Literal["sum", "mean", "sqrtn"]
 _SETTINGS = ("admit_after", "expire_after", "max_rows")
 _EXACT = {tf.float16: 2**11, tf.bfloat16: 2**8, tf.float32: 2**24, tf.float64: 2**53}  # whole numbers that each has
 _OF_KERAS = {  # arguments of `keras.layers.Embedding`
-    "embeddings_regularizer": "add it to the loss for the rows of a batch, in the model, or give the table an optimizer "
-    "with weight_decay",
+    "embeddings_regularizer": "add one to the loss in your model, for the rows of a batch, or give the table an "
+    "optimizer with weight_decay",
     "embeddings_constraint": "a step would apply it to all rows",
     "weights": "call load_rows() of the built layer",
     "input_length": "just leave it out",

@@ -5,7 +5,7 @@ has the batch: then it gets at once the rows that step n does not touch, and the
 What step n touches is known before its gradients come: a rank says when it has asked for the last rows of a step, and
 has gradients of those only.
 
-Tested in tests/pserver/test_table_slice.py.
+Tested in tests/worker/test_tables.py.
 """
 
 from __future__ import annotations
@@ -404,8 +404,8 @@ class TableSlice(OwnedSlice):
     def missing(self, asking: int | None = None) -> list[int]:
         with self.lock:
             whole = step.whole if (step := self._steps.get(self.step)) else set()
-            waits = whole or any(each.push.header.step > self.step for each in self._waiting)
-            return [rank for rank in self._view.ranks if rank not in whole] if waits else []
+            # Who only asks ahead waits for nobody yet; whose step it is has added to the one before.
+            return [rank for rank in self._view.ranks if rank not in whole] if whole else []
 
     def late(self, ranks: Iterable[int]) -> Late | None:
         with self.lock:

@@ -207,7 +207,8 @@ class Runtime:
     def report(self, stepping: Stepping) -> Report:
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
         info = self.exchange.info
-        report = make_report(histories, info.links(), info.slice_bytes, info.window_bytes, stepping)
+        sizes, tables = (info.slice_bytes, info.window_bytes), list(self.spans.tables.values())
+        report = make_report(histories, info.links(), *sizes, stepping, tables)
         return dataclasses.replace(report, skipped_steps=self.skipped_steps)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:

@@ -180,9 +180,7 @@ class HostTable:
             run = tf.constant(0, tf.int64)
             # A gradient that does not depend on the rows would else be applied before they are read.
             # Their sizes: in a branch they are values of the graph around.
-            answers = [
-                tf.size(data) for graph in graphs for each, data in self._answers_in(graph) if each == replica
-            ]
+            answers = [tf.size(data) for graph in graphs for each, data in self._answers_in(graph) if each == replica]
             with tf.control_dependencies(answers):
                 sent = graph_ops.send(
                     self.runtime.queue, self.pushes.id, run, graph_ops.to_raw(gradients), graph_ops.to_raw(about)
@@ -229,6 +227,9 @@ class HostTable:
         except Exception as error:  # the step will ask, and raise what is wrong with its ids
             logger.debug("tfps: rows of %s are not asked for ahead: %r", self.name, error)
             return
+        rows = None if self.spec is None else self.spec.rows
+        if rows is not None and any(len(each) and not 0 <= each.min() <= each.max() < rows for each in found):
+            return  # the step says by the name of its layer which id there is not
         if found:
             self.ahead.staged(found)
 
@@ -258,9 +259,12 @@ class HostTable:
         if self.bucket == UNDECLARED:
             return self.initial_values(ids)
         self._settle()
-        tables = self.runtime.exchange.tables
+        spans, tables = self.runtime.spans, self.runtime.exchange.tables
+        begin_ns = spans.now()
         ask = functools.partial(tables.ask, self.bucket, np.array(ids), step, trains=False)
-        return np.asarray(self._now(lambda take: ask(on_reply=take)).sum).view(np.float32).reshape(-1, self.dim)
+        reply = self._now(lambda take: ask(on_reply=take))
+        spans.looked_up(begin_ns, self.bucket, self.bucket_spec, step, len(ids), trains=False)
+        return np.asarray(reply.sum).view(np.float32).reshape(-1, self.dim)
 
     @property
     def step(self) -> int:
@@ -336,6 +340,7 @@ class HostTable:
             return
         del self.pushes.came[step]
         ids, gradients = summed([came.parts[each] for each in sorted(came.parts)], self.dim)
+        self.runtime.spans.added(self.bucket, self.bucket_spec, step, len(ids), in_graph=not now)
         tables = self.runtime.exchange.tables
         add = functools.partial(tables.add, self.bucket, ids, gradients, step, scalars)
         if now:
@@ -377,7 +382,11 @@ class _Lookups(Pull):
                 answer(results, ["", graph_run, tf.constant(rows), _NO_BYTES])
                 return
             trains, complete = self._counted(step, number, run)
-            self._ask(ids, step, trains, complete, functools.partial(self._finish, results, graph_run))
+            spans = table.runtime.spans
+            looked_up = functools.partial(
+                spans.looked_up, spans.now(), table.bucket, self.spec, step, len(ids), trains=trains
+            )
+            self._ask(ids, step, trains, complete, functools.partial(self._finish, results, graph_run, looked_up))
         except TfpsError as error:
             answer(results, [to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])
             raise
@@ -418,10 +427,11 @@ class _Lookups(Pull):
             del self._came[each]  # the next step of this run, if it has several
         return True, True
 
-    def _finish(self, results: tf.Tensor, graph_run: tf.Tensor, reply: Reply) -> None:
+    def _finish(self, results: tf.Tensor, graph_run: tf.Tensor, looked_up: Callable[[], None], reply: Reply) -> None:
         if reply.error is not None:
             answer(results, [to_text(reply.error), np.int64(0), _NO_BYTES, _NO_BYTES])
         else:
+            looked_up()
             answer(results, ["", graph_run, graph_ops.tensor_of(np.asarray(reply.sum)), _NO_BYTES])
 
     def fail(self, error: TfpsError) -> None:

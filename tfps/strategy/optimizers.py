@@ -167,7 +167,7 @@ def _apply_apart(
     tables = [each for each in variables or () if isinstance(each, TableVariable)]
     if not tables:
         return original(optimizer, grads, variables)
-    assert variables is not None
+    variables = list(variables or ())  # some, as there are tables
     if optimizer.use_ema:
         raise UnsupportedError(
             f"optimizer {optimizer.name!r} keeps moving averages of variables (use_ema), which rows of tables have "

@@ -257,7 +257,7 @@ class PserverClient:
     def restore_rows(
         self, table: int, step: int, folders: Sequence[str], name: str, identity: str, alone: bool, seed: str
     ) -> SavedRows:
-        about = {"folders": folders, "name": name, "id": identity, "alone": alone, "seed": seed}
+        about: dict[str, Argument] = {"folders": folders, "name": name, "id": identity, "alone": alone, "seed": seed}
         request = pb.RestoreRowsRequest(**self._of_table(table, step), **about)
         found = self._on_all("RestoreRows", request)
         slots = all(each.slots for each in found)

@@ -13,7 +13,8 @@ first ones; rounds of what is compared alternate. All but `network` are on this 
   a strategy, and on 2 pservers.
 * `network`: 2 workers and 2 pservers on hosts with 1 Gbit/s each (tools/netlab.py): rows are asked for while the step
   before computes, and with that turned off. *Waits for rows*: from a graph's question to its answer. Also with rows of
-  64 floats.
+  64 floats, and with a step that sleeps behind its lookup, as if an accelerator computed: hosts that share a few cores
+  otherwise wait for these more than for the network.
 * `peers`: ParameterServerStrategy with a table sharded over 2 servers, in a loop without Keras, asking for each id as
   often as it comes or once; TensorFlow Recommenders Addons (TFRA) in one process and with 2 servers, with TensorFlow
   2.16, the last one that it is for (`tools/python -m tools.tables.job` installs it; not with --quick). Those with
@@ -44,6 +45,7 @@ ROW_BYTES = 165  # with its slot and its place in the index, while the index gro
 SPARE_BYTES = 5 * 2**30  # for everything else
 EXPONENTS = (0.6, 0.8, 1.0, 1.2, 1.4)
 HOSTS, MBIT = 4, 1000.0
+NETWORK = ((16, 0.0), (64, 0.0), (64, 0.1))  # floats of a row, seconds that a step sleeps
 WARMUP, STEPS = 4, 40
 PEERS = ("tf_ps", "tf_ps_unique", "tfra_ps", "tfra")
 
@@ -120,20 +122,19 @@ def _network(quick: bool) -> Found:
     try:
         with Netlab(HOSTS, MBIT) as lab:
             lab.probe(together=False)
-            for dim in (16,) if quick else (16, 64):
+            for dim, sleep_s in NETWORK[:: 2 if quick else 1]:
+                work = Work(dim=dim, sleep_s=sleep_s)
                 with contextlib.ExitStack() as stack:
                     kinds = {"on": (), "off": ("--no-foresight",)}
                     jobs = {
-                        kind: job.tfps_job(
-                            stack, Work(dim=dim), WARMUP, STEPS, workers=2, hosts=lab.hosts, options=options
-                        )
+                        kind: job.tfps_job(stack, work, WARMUP, STEPS, workers=2, hosts=lab.hosts, options=options)
                         for kind, options in kinds.items()
                     }
                     for each in jobs.values():
                         each.round()
                         each.fill()
                     for kind, found in _rounds(jobs, 3 if quick else 15):
-                        yield {"dim": dim, "kind": kind, **found}
+                        yield {"dim": dim, "sleep_s": sleep_s, "kind": kind, **found}
     except NetlabError as error:
         yield {"kind": "hosts", "left_out": f"no hosts: {error}"}
 

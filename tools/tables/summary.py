@@ -210,16 +210,27 @@ def _kinds_headline(part: str, base: str) -> Callable[[Runs], dict[str, float]]:
 
 
 def _network(runs: Runs) -> Table:
-    heads = ["floats of a row", "foresight", "step (ms)", "waits for rows", "MB to pservers", "back", "rows early"]
+    heads = [
+        "floats of a row",
+        "sleeps (ms)",
+        "foresight",
+        "step (ms)",
+        "CPU of all",
+        "waits for rows",
+        "MB to pservers",
+        "back",
+        "rows early",
+    ]
     rows = [
         [
             str(dim),
+            f"{sleep_s * 1e3:.0f}",
             kind,
-            *(_ms(own, name) for name in ("step_s", "wait_s")),
+            *(_ms(own, name) for name in ("step_s", "cpu_s", "wait_s")),
             *(_mb(own, name) for name in ("received_bytes", "sent_bytes")),
             f"{_early(own):.2f}",
         ]
-        for (dim, kind), own in _by(runs, lambda run: (run["dim"], run["kind"])).items()
+        for (dim, sleep_s, kind), own in _by(runs, lambda run: (run["dim"], run["sleep_s"], run["kind"])).items()
     ]
     return Table("network: 2 workers, 2 pservers, each on a host with 1 Gbit/s", heads, rows)
 
@@ -231,16 +242,17 @@ def _early(runs: Runs) -> float:
 
 def _network_headline(runs: Runs) -> dict[str, float]:
     found: dict[str, float] = {}
-    for dim, own in _by(runs, lambda run: run["dim"]).items():
+    for (dim, sleep_s), own in _by(runs, lambda run: (run["dim"], run["sleep_s"])).items():
+        name = f"{name}_asleep" if sleep_s else f"network_{dim}"
         kinds = _by(own, lambda run: run["kind"])
         on, off = kinds["on"], kinds["off"]
         found |= {
-            f"network_{dim}_step_s": _median(on, "step_s"),
-            f"network_{dim}_step_ratio_to_no_foresight": _ratio(on, "step_s", off),
-            f"network_{dim}_wait_s": _median(on, "wait_s"),
-            f"network_{dim}_wait_s_without_foresight": _median(off, "wait_s"),
-            f"network_{dim}_hidden_share": 1.0 - _median(on, "wait_s") / _median(off, "wait_s"),
-            f"network_{dim}_early_share": _early(on),
+            f"{name}_step_s": _median(on, "step_s"),
+            f"{name}_step_ratio_to_no_foresight": _ratio(on, "step_s", off),
+            f"{name}_wait_s": _median(on, "wait_s"),
+            f"{name}_wait_s_without_foresight": _median(off, "wait_s"),
+            f"{name}_hidden_share": 1.0 - _median(on, "wait_s") / _median(off, "wait_s"),
+            f"{name}_early_share": _early(on),
         }
     return found
 

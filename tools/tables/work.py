@@ -35,6 +35,7 @@ class Work:
         features: ids of an example.
         unique: different ids of a batch; 0: as many as come.
         exponent: of Zipf's law: id number k comes in proportion to k ** -exponent.
+        sleep_s: what a step sleeps behind its lookup, as if an accelerator computed.
     """
 
     rows: int = 1_000_000
@@ -44,6 +45,7 @@ class Work:
     features: int = 26
     unique: int = 30_000
     exponent: float = 1.05
+    sleep_s: float = 0.0
 
     @property
     def of_batch(self) -> int:

@@ -16,11 +16,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfps
 from tfps.exchange.interface import Reply
 from tfps.runtime import foreseen, tables
-from tfps.types import Argument, Array, Logs, Optimizer
+from tfps.types import Argument, Array, Logs, Optimizer, Value
 from tools.tables import work as works
 from tools.tables.work import Work, say
 
@@ -63,13 +64,34 @@ class Waits:
         tables._Lookups._finish = done  # type: ignore[assignment,method-assign]
 
 
+class Asleep(keras.layers.Layer):  # type: ignore[misc]
+    """Passes its input on when it has slept."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def call(self, inputs: Value) -> Value:
+        def sleep(_: Value) -> None:
+            time.sleep(self._seconds)
+
+        @tf.custom_gradient
+        def passed(values: Value) -> Value:
+            with tf.control_dependencies([tf.numpy_function(sleep, [values[0, 0]], [])]):
+                return tf.identity(values), lambda upstream: upstream
+
+        return passed(inputs)
+
+
 def build(kind: str, work: Work) -> keras.Model:
     """A table, and two dense layers on the rows of all features."""
     if kind in ("tfps", "local"):
         table = tfps.layers.Embedding(work.rows if work.bounded else None, work.dim)
     else:
         table = keras.layers.Embedding(work.rows, work.dim)
-    layers = [table, keras.layers.Flatten(), keras.layers.Dense(works.UNITS, activation="relu"), keras.layers.Dense(1)]
+    asleep = [Asleep(work.sleep_s)] if work.sleep_s else []
+    dense = [keras.layers.Dense(works.UNITS, activation="relu"), keras.layers.Dense(1)]
+    layers = [table, keras.layers.Flatten(), *asleep, *dense]
     model = keras.Sequential([keras.layers.Input((work.features,), dtype="int64"), *layers])
     model.compile(
         adagrad(),
