@@ -19,7 +19,7 @@ from tfps.graph.ops import HOST
 from tfps.layers.all_rows import AllRows
 from tfps.layers.exporting import export_rows, to_embedding
 from tfps.layers.initializers import initial_of
-from tfps.policies.table_variable import TableVariable
+from tfps.policies.table_variable import TableVariable, update_spec
 from tfps.strategy.optimizers import adopt
 from tfps.strategy.patches import install_all
 from tfps.strategy.table_files import load_reference, save_reference
@@ -59,8 +59,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         combiner: reduces the last dimension of ids: `"sum"`, `"mean"` (of those that there are), or `"sqrtn"` (their
             sum by the root of the sum of squared weights); None: each id keeps its row.
         mask_zero: whether id 0 is padding: masked for later layers, and left out by a combiner.
-        admit_after: an id gets its row with its so-manieth update; before that it stays at its initial value, and its
-            gradients are dropped. For `input_dim=None`, as are the next two.
+        admit_after: an id gets its row with its update of this number; before that it stays at its initial value, and
+            its gradients are dropped. For `input_dim=None`, as are the next two.
         expire_after: rows that have not been updated for so many steps go; None: they stay.
         max_rows: of the table; the least recently updated go; None: any number.
         embeddings_initializer: as of `keras.layers.Embedding`; one that makes each row by itself.
@@ -99,6 +99,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             known = ", ".join(map(repr, get_args(Combiner)))
             raise ValueError(f"combiner must be one of {known}, or None, got {combiner!r}")
         self.optimizer = None if optimizer is None else keras.optimizers.get(optimizer)
+        if self.optimizer is not None:
+            update_spec(self.optimizer, self.output_dim)  # here, as Sequential hides what `build` refuses
         self.combiner, self.mask_zero = combiner, mask_zero
         self.supports_masking = mask_zero
         self.admit_after = _positive("admit_after", admit_after)
