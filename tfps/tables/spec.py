@@ -64,9 +64,10 @@ class TableSpec:
                         f"{name} must be {default} for a table with a fixed number of rows ({self.rows}), got {value}; "
                         "rows=None has no such number"
                     )
-        if self.update.sizes != (self.dim,):
-            raise ConfigError(f"update of a table must have sizes ({self.dim},), its dim, got {self.update.sizes}")
-        if MEAN in dict(self.update.constants):
+        rule = self.update
+        if rule.sizes != (self.dim,):
+            raise ConfigError(f"update of a table must have sizes ({self.dim},), its dim, got {rule.sizes}")
+        if MEAN in dict(rule.constants):
             raise ConfigError(f"update of a table must add gradients, not take their mean: got the constant {MEAN!r}")
 
     @property
