@@ -46,7 +46,7 @@ def frame_once(random_: random.Random, sent: list[bytes]) -> None:
         header, payload = frames.decode(message)
         assert frames.encode(header, payload) == message
         assert header.kind in set(Kind)
-        assert header.flags <= frames.EMPTY | frames.LAST | frames.SHARED | frames.WHOLE
+        assert header.flags <= frames.ASK | frames.EMPTY | frames.LAST | frames.SHARED | frames.WHOLE
         frames.decode_place(header, payload)
         frames.decode_error(header, payload)
         StepScalars.unpack(payload, SPEC)
