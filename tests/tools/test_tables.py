@@ -59,7 +59,7 @@ def test_a_job_says_what_its_steps_took() -> None:
     assert filled["rows"] == 1000
     assert found["received_bytes"] > 30 * 4 * TINY.dim
     assert 0 < found["wait_s"] < found["step_s"]
-    assert 0 <= found["early"] < found["asked"]
+    assert 0 <= found["early"] <= found["asked"]
 
 
 def of_kind(part: str, kind: str, *steps_s: float, **more: Json) -> list[dict[str, Json]]:

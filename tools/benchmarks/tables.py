@@ -104,10 +104,11 @@ def _unique(quick: bool) -> Found:
 
 def _keras(quick: bool) -> Found:
     with contextlib.ExitStack() as stack:
-        jobs = {kind: job.keras_job(stack, kind, Work(), WARMUP, STEPS) for kind in ("keras", "keras_plain", "local")}
+        kinds = {"keras": "keras", "keras_plain": "keras_plain", "tfps_local": "local"}
+        jobs = {name: job.keras_job(stack, kind, Work(), WARMUP, STEPS) for name, kind in kinds.items()}
         jobs["tfps"] = _filled(stack)
-        for kind, found in _rounds(jobs, 4 if quick else 20, warm=True):
-            yield {"kind": kind, **found}
+        for name, found in _rounds(jobs, 4 if quick else 20, warm=True):
+            yield {"kind": name, **found}
 
 
 def _filled(stack: contextlib.ExitStack) -> Job:
@@ -133,7 +134,7 @@ def _network(quick: bool) -> Found:
                     for each in jobs.values():
                         each.round()
                         each.fill()
-                    for kind, found in _rounds(jobs, 3 if quick else 15):
+                    for kind, found in _rounds(jobs, 2 if quick else 15):
                         yield {"dim": dim, "sleep_s": sleep_s, "kind": kind, **found}
     except NetlabError as error:
         yield {"kind": "hosts", "left_out": f"no hosts: {error}"}

@@ -80,7 +80,8 @@ class Job:
 
     def _all(self, processes: Sequence[subprocess.Popen[str]], line: str) -> list[dict[str, Json]]:
         for each in processes:
-            children.tell(each, line)
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as its missing answer says
+                children.tell(each, line)
         return [json.loads(children.answer(each, ANSWER_S)) for each in processes]
 
 
@@ -150,8 +151,9 @@ def peer_job(stack: contextlib.ExitStack, kind: str, work: Work, warmup: int, st
         settings = {**_QUIET, "TF_USE_LEGACY_KERAS": "1", **variables}
         return stack.enter_context(children.python(arguments, settings, popen=popen))
 
+    every = 2 * steps if kind.startswith("tfra") else warmup + steps  # see there
     if kind == "tfra":
-        return Job(work, warmup + steps, [started(kind)])
+        return Job(work, every, [started(kind)])
     tasks = [("worker", 0), ("ps", 0), ("ps", 1), ("chief", 0)]
     cluster: dict[str, list[str]] = {}
     for job, _ in tasks:
@@ -163,7 +165,7 @@ def peer_job(stack: contextlib.ExitStack, kind: str, work: Work, warmup: int, st
     *serving, chief = (
         started("serve" if job != "chief" else kind, TF_CONFIG=config(job, index)) for job, index in tasks
     )
-    return Job(work, warmup + steps, [chief], serving)
+    return Job(work, every, [chief], serving)
 
 
 def _free_port() -> int:

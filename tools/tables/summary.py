@@ -196,12 +196,19 @@ def _kinds(title: str, base: str) -> Callable[[Runs], Table]:
     return make
 
 
-def _kinds_headline(part: str, base: str) -> Callable[[Runs], dict[str, float]]:
+def _kinds_headline(part: str, base: str, **others: str) -> Callable[[Runs], dict[str, float]]:
+    """Each beside `base`, and those of `others` beside another one, too."""
+
     def make(runs: Runs) -> dict[str, float]:
-        kinds = _by(runs, lambda run: run["kind"])
-        found = {f"{part}_{kind}_step_s": _median(own, "step_s") for kind, own in kinds.items()}
-        others = [(kind, own) for kind, own in kinds.items() if kind != base and base in kinds]
-        return found | {f"{part}_{kind}_step_ratio": _ratio(own, "step_s", kinds[base]) for kind, own in others}
+        kinds, found = _by(runs, lambda run: run["kind"]), dict[str, float]()
+        for kind, own in kinds.items():
+            name = kind if kind.startswith(part) else f"{part}_{kind}"
+            found[f"{name}_step_s"] = _median(own, "step_s")
+            if kind != base and base in kinds:
+                found[f"{name}_step_ratio"] = _ratio(own, "step_s", kinds[base])
+            if (other := others.get(kind)) in kinds:
+                found[f"{name}_step_ratio_to_{other}"] = _ratio(own, "step_s", kinds[other])
+        return found
 
     return make
 
@@ -243,7 +250,7 @@ def _early(runs: Runs) -> float:
 def _network_headline(runs: Runs) -> dict[str, float]:
     found: dict[str, float] = {}
     for (dim, sleep_s), own in _by(runs, lambda run: (run["dim"], run["sleep_s"])).items():
-        name = f"{name}_asleep" if sleep_s else f"network_{dim}"
+        name = f"network_{dim}_asleep" if sleep_s else f"network_{dim}"
         kinds = _by(own, lambda run: run["kind"])
         on, off = kinds["on"], kinds["off"]
         found |= {
@@ -271,5 +278,5 @@ _HEADLINES: dict[str, Callable[[Runs], dict[str, float]]] = {
     "unique": _unique_headline,
     "keras": _kinds_headline("keras", "keras"),
     "network": _network_headline,
-    "peers": _kinds_headline("peers", "tfps"),
+    "peers": _kinds_headline("peers", "tfps", tfra="tfps_local"),
 }

@@ -8,9 +8,11 @@ round with them: seconds per step behind the first ones, and how long the graph 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -48,20 +50,19 @@ class Waits:
 
     def __init__(self) -> None:
         self.total_s = 0.0
-        asks, finishes = tables._Lookups._ask, tables._Lookups._finish
-        since: dict[int, float] = {}
+        asks: Callable[..., None] = tables._Lookups._ask
 
         def ask(lookups: Argument, *arguments: Argument) -> None:
-            finish = arguments[-1]
-            since[id(finish.args[0])] = time.perf_counter()
-            asks(lookups, *arguments)
+            *others, finish = arguments
+            since_s = time.perf_counter()
 
-        def done(lookups: Argument, results: Argument, run: Argument, reply: Reply) -> None:
-            self.total_s += time.perf_counter() - since.pop(id(results))
-            finishes(lookups, results, run, reply)
+            def done(reply: Reply) -> None:
+                self.total_s += time.perf_counter() - since_s
+                finish(reply)
+
+            asks(lookups, *others, done)
 
         tables._Lookups._ask = ask  # type: ignore[assignment,method-assign]
-        tables._Lookups._finish = done  # type: ignore[assignment,method-assign]
 
 
 class Asleep(keras.layers.Layer):  # type: ignore[misc]
@@ -75,7 +76,7 @@ class Asleep(keras.layers.Layer):  # type: ignore[misc]
         def sleep(_: Value) -> None:
             time.sleep(self._seconds)
 
-        @tf.custom_gradient
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
         def passed(values: Value) -> Value:
             with tf.control_dependencies([tf.numpy_function(sleep, [values[0, 0]], [])]):
                 return tf.identity(values), lambda upstream: upstream
@@ -124,7 +125,8 @@ def main() -> None:
     options = parser.parse_args()
     work, strategy, workers = options.work, None, 1
     if options.no_foresight:
-        foreseen.Ahead.staged = lambda ahead, batch: None  # type: ignore[assignment,method-assign]
+        nothing = functools.wraps(foreseen.Ahead.staged)(lambda ahead, batch: None)
+        foreseen.Ahead.staged = nothing  # type: ignore[assignment,method-assign]
     waits = Waits()
     if options.kind == "tfps":
         strategy = tfps.Strategy()
