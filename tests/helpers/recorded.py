@@ -1,13 +1,15 @@
-"""What a recorder has recorded: spans, and slices that were sent."""
+"""What a recorder has recorded, and what is in a capture's file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from tfps.trace.capture import KINDS, NONE, Span
+from tfps.trace.capture import KINDS, NONE, Capture, Span
+from tfps.trace.capture_file import read
 from tfps.trace.recorder import RECORD, SENT, Recorder
 from tfps.types import Argument
 from tfps.wire.send_queue import SendQueue
@@ -53,3 +55,10 @@ def note_in_flight(recorder: Recorder, queues: Mapping[tuple[int, int], SendQueu
 
     recorder.sent = noted  # type: ignore[method-assign, assignment]
     return found
+
+
+def captured(log_dir: Path) -> Capture:
+    """The only capture of the directory."""
+    (file,) = log_dir.glob("plugins/tfps/*.trace.json.gz")
+    assert list(log_dir.glob(f"plugins/profile/{file.name.removesuffix('.trace.json.gz')}/tfps.xplane.pb"))
+    return read(file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import keras
@@ -16,9 +17,9 @@ import tensorflow as tf
 from program import DEVICES, Job, Results, history, sharded
 
 import tfps
-from tfps.types import Argument, Array, Layer, Logs, Model, Optimizer, Structure, Value
+from tfps.types import Argument, Array, Layer, Library, Logs, Model, Optimizer, Structure, Value
 
-L = keras.layers
+L: Library = keras.layers
 ROWS, DIM, BATCH = 60, 4, 12
 SPEC = {"embeddings_initializer": keras.initializers.RandomUniform(seed=5)}
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
@@ -46,7 +47,8 @@ def rows_of(*tables: Layer, ids: Array | None = None) -> Results:
 
 
 def scope(job: Job) -> contextlib.AbstractContextManager[object]:
-    return _strategy(job).scope()
+    found: contextlib.AbstractContextManager[object] = _strategy(job).scope()
+    return found
 
 
 _mirrored: list[tf.distribute.Strategy] = []
@@ -421,7 +423,7 @@ def out_of_range(job: Job) -> Results:
     """The last rank's part of the third batch has an id that the table has not."""
     wrong = ROWS if job.rank == job.workers - 1 else ROWS - 1
 
-    class Some(L.Layer):
+    class Some(keras.layers.Layer):
         def call(self, words: Value) -> Value:
             return tf.where(tf.equal(words, ROWS - 1), tf.cast(wrong, words.dtype), words)
 
@@ -440,3 +442,42 @@ def out_of_range(job: Job) -> Results:
     except Exception as error:
         return {"own refused": (type(error).__name__, str(error))}
     return {"own refused": ("", "")}
+
+
+def every_other_batch(job: Job) -> Results:
+    """A step of one's own that leaves out the gradients of every other batch. Rank 0 is slow to look rows up."""
+    x, y = data(240)
+    made: list[Layer] = []
+
+    def slowly(words: Array) -> Array:
+        time.sleep(0.03 if job.rank == 0 and job.workers > 1 else 0.0)
+        return words
+
+    class Leaving(keras.Model):
+        def train_step(self, data: Structure) -> Structure:
+            x, y = data
+            x = tf.ensure_shape(tf.numpy_function(slowly, [x], x.dtype), x.shape)
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.number.assign_add(1)
+
+            def apply() -> tf.Tensor:
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return tf.constant(0)
+
+            tf.cond(tf.equal(self.number % 2, 0), apply, lambda: tf.constant(0))
+            return {"loss": loss}
+
+    def build() -> Model:
+        made.append(table(None))
+        model = words_model(*made)
+        model = Leaving(model.inputs, model.outputs)
+        model.number = tf.Variable(0, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+        return model
+
+    model = compiled(job, build, OPTIMIZERS["adagrad"])
+    with scope(job):
+        model.optimizer.build(model.trainable_variables)
+    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return {**rows_of(*made), "steps": model.optimizer.iterations.numpy()}

@@ -7,17 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import processes
+from recorded import captured
 
 from tfps.pserver.server import ParameterServer
 from tfps.trace.capture import Capture
-from tfps.trace.capture_file import read
 from tfps.trace.summary import summarize
-
-
-def captured(log_dir: Path) -> Capture:
-    (file,) = log_dir.glob("plugins/tfps/*.trace.json.gz")
-    assert list(log_dir.glob(f"plugins/profile/{file.name.removesuffix('.trace.json.gz')}/tfps.xplane.pb"))
-    return read(file)
 
 
 def test_rank_0_writes_what_all_workers_and_pservers_did(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import processes
@@ -16,13 +17,14 @@ from test_programs import Results
 from tfps.pserver.server import ParameterServer
 
 pytestmark = pytest.mark.timeout(600)
+DETERMINISTIC = {"TFPS_DETERMINISTIC": "1"}
 SMALL = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2}  # each replica rounds its gradients by itself
 PROGRAMS = [
     *("sgd", "adam", "one_row", "eagerly", "unseeded", "own_optimizer", "several_optimizers", "only_tables"),
     *("combined", "ragged", "float16", "bfloat16", "own_step", "loop", "loop_function"),
 ]
-ONE_DEVICE = ["several_steps", "loop_alike"]  # as under every strategy; docs/semantics.md
+ONE_DEVICE = ["several_steps", "loop_alike", "every_other_batch"]  # as under every strategy; docs/semantics.md
 NOT_SERVER = ["several_optimizers", "loop_alike"]  # what update="server" refuses
 # By a name: workers, devices of each, settings, and programs.
 JOBS: dict[str, tuple[int, int, dict[str, str], list[str]]] = {
@@ -63,9 +65,7 @@ def check(name: str, results: Results, tolerance: float = 1e-5) -> None:
         expected, found = np.asarray(one[key]), np.asarray(rank[key])
         assert found.shape == expected.shape, key
         difference = np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-30)
-        assert difference < TOLERANCE.get(name, tolerance), (
-            f"{key} differs by {difference}: {found}, not {expected}"
-        )
+        assert difference < TOLERANCE.get(name, tolerance), f"{key} differs by {difference}: {found}, not {expected}"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,15 @@ def test_two_devices_under_tensorflows_strategy_do_what_one_does(name: str, mirr
     check(name, mirrored, 1e-6)
 
 
-def run(folder: Path, program: str, pservers: int = 2, workers: int = 2, died: int = 0, **settings: str) -> Results:
+def run(
+    folder: Path,
+    program: str,
+    settings: Mapping[str, str] = MappingProxyType({}),
+    *,
+    pservers: int = 2,
+    workers: int = 2,
+    died: int = 0,
+) -> Results:
     """What a program ends with on each rank, of which the last ones have `died`."""
     servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(pservers)]
     arguments = [str(folder), f"programs_tables.{program}"]
@@ -127,7 +135,7 @@ def check_alike(program: str, results: Results) -> None:
 
 @pytest.mark.long
 def test_the_number_of_pservers_changes_no_bit(tmp_path: Path) -> None:
-    ends = [run(tmp_path / str(count), "adam", count, TFPS_DETERMINISTIC="1")[0]["adam"] for count in (1, 2, 3)]
+    ends = [run(tmp_path / str(count), "adam", DETERMINISTIC, pservers=count)[0]["adam"] for count in (1, 2, 3)]
     for other in ends[1:]:
         for key, value in ends[0].items():
             assert np.asarray(other[key]).tobytes() == np.asarray(value).tobytes(), key
@@ -137,7 +145,7 @@ def test_the_number_of_pservers_changes_no_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("codec", "tolerance"), [("bfloat16", 0.02), ("int8", 0.1)])
 def test_compressed_gradients_train_all_ranks_alike(codec: str, tolerance: float, tmp_path: Path) -> None:
     """Nearly as without; tables have no residuals, so they take bfloat16 for int8."""
-    exact, found = (run(tmp_path / name, "sgd", **SMALL, TFPS_COMPRESSION=name) for name in ("none", codec))
+    exact, found = (run(tmp_path / name, "sgd", {**SMALL, "TFPS_COMPRESSION": name}) for name in ("none", codec))
     check_alike("sgd", found)
     for key in ("rows/0", "rows/1"):
         expected, got = exact[0]["sgd"][key], found[0]["sgd"][key]
@@ -153,12 +161,12 @@ MODES = {
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode != "async")) for mode in MODES])
 def test_workers_that_step_by_themselves_learn_and_then_read_the_same(mode: str, tmp_path: Path) -> None:
-    check_alike("independent", run(tmp_path, "independent", **MODES[mode]))
+    check_alike("independent", run(tmp_path, "independent", MODES[mode]))
 
 
 @pytest.mark.long
 def test_workers_go_on_without_one_that_dies(tmp_path: Path) -> None:
-    results = run(tmp_path, "lost", workers=3, died=1, **SMALL, TFPS_MIN_WORKERS="1")
+    results = run(tmp_path, "lost", {**SMALL, "TFPS_MIN_WORKERS": "1"}, workers=3, died=1)
     check_alike("lost", results)
     ends = results[0]["lost"]
     assert ends["ranks"].tolist() == [0, 1]
@@ -177,9 +185,7 @@ def refused(folder: Path, program: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("program", "error", "texts"),
     [
-        pytest.param(
-            "different", "MismatchError", ["'users/rows' (1, 4)", "(1, 5)"], marks=pytest.mark.long
-        ),
+        pytest.param("different", "MismatchError", ["'users/rows' (1, 4)", "(1, 5)"], marks=pytest.mark.long),
         pytest.param("too_large", "ConfigError", ["must fit into", "28000000"], marks=pytest.mark.long),
     ],
 )

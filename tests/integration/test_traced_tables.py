@@ -7,8 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import processes
+from recorded import captured
 
-from tests.integration.test_captures import captured
 from tfps.pserver.server import ParameterServer
 from tfps.trace.capture import Capture, Span
 from tfps.trace.summary import summarize

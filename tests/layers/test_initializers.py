@@ -13,9 +13,9 @@ import pytest
 import tfps
 from tfps.errors import UnsupportedError
 from tfps.layers.initializers import initial_of
-from tfps.types import Argument, Array, Structure
+from tfps.types import Argument, Array, Library, Structure
 
-of = keras.initializers
+of: Library = keras.initializers
 ROWS, DIM = 3000, 16
 
 
@@ -84,7 +84,7 @@ def test_seeds_of_all_kinds_make_different_rows() -> None:
     assert all(not (a == b).all(1).any() for n, a in enumerate(different) for b in different[:n])
 
 
-class Own(of.VarianceScaling):
+class Own(keras.initializers.VarianceScaling):
     def __call__(self, shape: Structure, dtype: Argument = None) -> Array:
         return np.zeros(shape)
 

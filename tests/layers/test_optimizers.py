@@ -11,13 +11,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from dense_tables import embedding, initial, stats
 from keras_versions import KERAS_3_8
-from tables import embedding, initial, stats
 
 from tfps.errors import UnsupportedError
-from tfps.types import Argument, Array, Layer, Model, Optimizer, Value
+from tfps.types import Argument, Array, Layer, Library, Model, Optimizer, Value
 
-L, O = keras.layers, keras.optimizers  # noqa: E741  # as Keras' own names are short
+L: Library = keras.layers
+O: Library = keras.optimizers  # noqa: E741  # as short as L
 ROWS, WORDS, BATCH, STEPS = 30, 4, 8, 4
 ALL = np.arange(ROWS)
 Build = Callable[[], Optimizer]
@@ -181,7 +182,7 @@ def test_a_step_that_overflows_is_left_out(eager: bool) -> None:
 # What is refused
 
 
-class Derived(O.SGD):
+class Derived(keras.optimizers.SGD):
     pass
 
 

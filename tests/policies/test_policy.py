@@ -18,7 +18,9 @@ def questions(text: str) -> list[int]:
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot):
-            asked = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)} & {"mode", "update"}
+            attributes = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+            within = [each.value for each in attributes]  # `spec.update.slots` asks for no mode
+            asked = {each.attr for each in attributes if each not in within} & {"mode", "update"}
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
             asked = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & POLICIES
         else:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from jobs import Cluster
+from recorded import captured
 
 import tfps
-from tests.runtime.test_trace_run import by_kind, captured
+from tests.runtime.test_trace_run import by_kind
 from tfps.types import Argument, Array, Value
 
 INNER_STEPS, STEPS = 3, 10

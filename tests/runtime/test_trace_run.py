@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import training
+from recorded import captured
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfps
@@ -29,16 +30,9 @@ from tfps.runtime import trace_run
 from tfps.runtime.step_spans import StepSpans
 from tfps.runtime.transfers import DeferredUpdate
 from tfps.trace.capture import Capture, Span
-from tfps.trace.capture_file import read
 from tfps.trace.step_times import clip, total, union
 from tfps.trace.summary import summarize
 from tfps.types import Argument, Array, Logs, Options, Structure, Value
-
-
-def captured(log_dir: Path) -> Capture:
-    """The only capture of the directory."""
-    (file,) = log_dir.glob("plugins/tfps/*.trace.json.gz")
-    return read(file)
 
 
 def by_kind(capture: Capture, step: int | None = None) -> dict[str, list[Span]]:

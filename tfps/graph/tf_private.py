@@ -102,7 +102,7 @@ try:
     )
     from tensorflow.python.eager import (
         context,  # whether there is a global seed; eager mode whatever graph is being built
-        record,  # whether a gradient tape is recording
+        record,  # whether a gradient tape is recording, and telling it of an op
     )
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see _translate_errors
@@ -191,7 +191,7 @@ try:
     needs(tf.Operation, "_set_attr")
     needs(tf.Graph, "_is_function")
     needs(ops, "get_default_graph", "init_scope")
-    needs(record, "could_possibly_record")
+    needs(record, "could_possibly_record", "record_operation")
 except (ImportError, AttributeError) as error:  # a module, or a class in one
     raise ImportError(f"tfps supports {SUPPORTED}; TensorFlow {tf.__version__} does not fit: {error}") from error
 
@@ -269,6 +269,18 @@ def set_read_only_inputs(call: tf.Tensor, indices: Sequence[int]) -> None:
     """Marks resource inputs as read-only: TensorFlow must order uses of a gate's variables, but not of a queue."""
     value = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=indices))
     call.op._set_attr(auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, value)
+
+
+def identities(kind: str, tensors: Sequence[tf.Tensor], gradient: Callable[..., Structure]) -> list[tf.Tensor]:
+    """Tensors as they are, in a graph, of which `gradient`, registered as `kind`, is the gradient.
+
+    It is called with the op's inputs and the gradients of its outputs. Beside it nothing is kept: `tf.custom_gradient`
+    keeps the graph for ever.
+    """
+    with ops.get_default_graph().gradient_override_map({"IdentityN": kind}):
+        found: list[tf.Tensor] = tf.identity_n(tensors)
+    record.record_operation(kind, found, tensors, lambda *outputs: gradient(tensors, *outputs))
+    return found
 
 
 def in_xla(graph: tf.Graph) -> bool:

@@ -28,7 +28,7 @@ _PREPROCESSED, _PLACEMENT = "preprocessed_inputs_per_placement", "default_device
 
 
 @keras.saving.register_keras_serializable(package="tfps")
-class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
+class DistributedEmbedding(keras.layers.Layer):
     """Looks up features in tables on pservers, and makes one row of the ids of each example.
 
     Takes the place of `keras_rs.layers.DistributedEmbedding`: the same arguments, among them the configs of keras_rs

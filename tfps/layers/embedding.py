@@ -39,7 +39,7 @@ _OF_KERAS = {  # arguments of `keras.layers.Embedding`
 
 
 @keras.saving.register_keras_serializable(package="tfps")
-class Embedding(keras.layers.Layer):  # type: ignore[misc]
+class Embedding(keras.layers.Layer):
     """Turns ids into rows of a table that need not fit into a worker's memory.
 
     Called like `keras.layers.Embedding`, with ids of any shape, also `tf.RaggedTensor`, and with a combiner
@@ -92,8 +92,9 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         if alien := sorted(set(options) & _OF_KERAS.keys()):
             raise UnsupportedError(f"tfps.layers.Embedding has no {alien[0]}: {_OF_KERAS[alien[0]]}")
         super().__init__(**options)
+        self.built: bool = False
         install_all()
-        self.input_dim = _positive("input_dim", input_dim, or_none=True)
+        self.input_dim = _positive_or_none("input_dim", input_dim)
         self.output_dim = _positive("output_dim", output_dim)
         if combiner not in (None, *get_args(Combiner)):
             known = ", ".join(map(repr, get_args(Combiner)))
@@ -104,8 +105,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         self.combiner, self.mask_zero = combiner, mask_zero
         self.supports_masking = mask_zero
         self.admit_after = _positive("admit_after", admit_after)
-        self.expire_after = _positive("expire_after", expire_after, or_none=True)
-        self.max_rows = _positive("max_rows", max_rows, or_none=True)
+        self.expire_after = _positive_or_none("expire_after", expire_after)
+        self.max_rows = _positive_or_none("max_rows", max_rows)
         given = {name: getattr(self, name) for name in _SETTINGS}
         if self.input_dim is not None and given != {"admit_after": 1, "expire_after": None, "max_rows": None}:
             raise ValueError(f"{', '.join(_SETTINGS)} are for input_dim=None, got input_dim={input_dim} and {given}")
@@ -158,7 +159,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         with tf.device(HOST):
             ids, places = tf.unique(flat)
             if self.input_dim is not None:
-                ids = self._in_range(ids)
+                ids = self._in_range(ids, self.input_dim)
         return tf.gather(self._rows.lookup(ids), places)
 
     def _checked(self, ids: Value) -> Value:
@@ -175,9 +176,9 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
                 "keras.Input(dtype='int64'), and make ids of strings by keras.layers.Hashing or StringLookup"
             )
 
-    def _in_range(self, ids: tf.Tensor) -> tf.Tensor:
-        outside = (ids < 0) | (ids >= self.input_dim)
-        text = f"layer {self.name!r}: an id must be from 0 to {self.input_dim - 1}, got"
+    def _in_range(self, ids: tf.Tensor, rows: int) -> tf.Tensor:
+        outside = (ids < 0) | (ids >= rows)
+        text = f"layer {self.name!r}: an id must be from 0 to {rows - 1}, got"
         first = tf.boolean_mask(ids, outside)[:1]
         with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(tf.reduce_any(outside)), [text, first])]):
             return tf.identity(ids)
@@ -330,11 +331,13 @@ def _segments(ids: tf.SparseTensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.reduce_sum(ids.indices[:, :-1] * strides, -1), shape
 
 
-def _positive(name: str, value: int | None, *, or_none: bool = False) -> int | None:
-    if value is None and or_none:
-        return None
+def _positive(name: str, value: int, or_none: str = "") -> int:
     if isinstance(value, np.integer):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer{', or None' if or_none else ''}, got {value!r}")
+        raise ValueError(f"{name} must be a positive integer{or_none}, got {value!r}")
     return value
+
+
+def _positive_or_none(name: str, value: int | None) -> int | None:
+    return None if value is None else _positive(name, value, ", or None")

@@ -9,8 +9,6 @@ import math
 import random
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.tables.initial import Initial
@@ -33,6 +31,7 @@ def initial_of(initializer: Argument, rows: int | None, dim: int) -> tuple[Initi
     seed = getattr(made, "seed", 0)
     if not isinstance(seed, int):  # a keras.random.SeedGenerator: as if none had been given
         seed = random.randint(1, 10**9)
+    seed = (seed + 2**63) % 2**64 - 2**63  # as int64, which is what a seed is modulo 2**64
     if kind in (of.Zeros, of.Ones):
         return Initial("constant", float(kind is of.Ones), 0.0), 0
     if kind is of.Constant and isinstance(made.value, (int, float)):
@@ -49,15 +48,6 @@ def initial_of(initializer: Argument, rows: int | None, dim: int) -> tuple[Initi
         f"rows of a table are made one by one, with one of Keras' initializers {_KNOWN}, got {initializer!r}; assign "
         "other values with load_rows()"
     )
-
-
-def _signed(seed: Argument) -> int:
-    """A seed, or the next one of a generator, as int64."""
-    if isinstance(seed, keras.random.SeedGenerator):
-        with tf.init_scope():
-            high, low = np.asarray(seed.next()).astype(np.uint32).tolist()
-        seed = high << 32 | low
-    return (seed + 2**63) % 2**64 - 2**63 if isinstance(seed, int) else 0
 
 
 def _scaled(made: keras.initializers.VarianceScaling, rows: int | None, dim: int) -> Initial:

@@ -23,14 +23,14 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gradients
-from tfps.graph.tf_private import in_xla, ops
+from tfps.graph.tf_private import identities, in_xla, ops
 from tfps.policies.remote_optimizers import READINGS, Reading, step_scalars
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.tables import HostTable
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
 from tfps.trace.recorder import Recorder
-from tfps.types import Argument, Array, Optimizer, Structure, Value, Variable
+from tfps.types import Argument, Array, Optimizer, Options, Structure, Value, Variable
 from tfps.updates.names import unnumbered
 from tfps.worker.embedded import EmbeddedExchange
 
@@ -61,7 +61,7 @@ class TableVariable(keras.Variable):
         initial: Initial,
         seed: int,
         optimizer: Optimizer | None,
-        settings: dict[str, int | None],  # of admission: fields of TableSpec
+        settings: Options,  # of admission: fields of TableSpec
         **options: Argument,
     ) -> None:
         super().__init__(initializer="zeros", shape=(1, dim), dtype="float32", name=name, **options)
@@ -103,16 +103,15 @@ class TableVariable(keras.Variable):
         if not self.trainable:
             return rows
 
+        read = tf.convert_to_tensor(self.value)
+        if not tf.executing_eagerly():
+            return identities(_ROWS, [rows, read, ids], _of_rows)[0]
+
         @tf.custom_gradient
-        def attached(read: tf.Tensor, rows: tf.Tensor) -> Value:
-            def gradient(upstream: Value) -> tuple[tf.IndexedSlices, None]:
-                if isinstance(upstream, tf.IndexedSlices):
-                    upstream = tf.math.unsorted_segment_sum(upstream.values, upstream.indices, tf.size(ids))
-                return tf.IndexedSlices(upstream, _flipped(ids), tf.constant([1, self.dim])), None
+        def attached(rows: tf.Tensor, read: tf.Tensor) -> Value:
+            return tf.identity(rows), lambda upstream: _of_rows([rows, read, ids], upstream)[:2]
 
-            return tf.identity(rows), gradient
-
-        return attached(tf.convert_to_tensor(self.value), rows)
+        return attached(rows, read)
 
     @property
     def seed(self) -> int:
@@ -157,14 +156,14 @@ class TableVariable(keras.Variable):
             )
         ids, values = _by_id(gradient)
         if isinstance(self.strategy, BaseStrategy):
-            ids, values = self._counted(ids, values)
+            ids, values = self._counted(self.strategy, ids, values)
         reading = _RULES[type(optimizer)]
         scalars = tf.concat([step_scalars(optimizer, reading, optimizer.learning_rate)], 0)
         self.table.push(ids, values, scalars, self._replica)
 
-    def _counted(self, ids: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _counted(self, strategy: BaseStrategy, ids: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What this replica adds to the sum over all: weighed, and nothing if it has no rows of the batch."""
-        share, extended = current_share(), self.strategy.extended
+        share, extended = current_share(), strategy.extended
         if not in_keras_step() and share is None:
             return ids, values
         with reducing_gradients(extended._num_replicas_in_sync):
@@ -256,6 +255,20 @@ def _slots(rule: str, optimizer: Optimizer) -> dict[str, float]:
 # The sign of ids is flipped in gradients: then index 0 is an id that nobody has, but for those of a tf.cond that has
 # looked nothing up: TensorFlow makes one row of zeros of index 0.
 _SIGN = -(2**63)
+
+
+_ROWS = "TfpsRowsOfTable"
+
+
+def _of_rows(inputs: Sequence[tf.Tensor], upstream: Value, *_: Value) -> list[Value]:
+    """Gradients of rows, of the variable that stands for their table, and of their ids."""
+    _, read, ids = inputs
+    if isinstance(upstream, tf.IndexedSlices):
+        upstream = tf.math.unsorted_segment_sum(upstream.values, upstream.indices, tf.size(ids))
+    return [None, tf.IndexedSlices(upstream, _flipped(ids), tf.constant(read.shape.as_list())), None]
+
+
+tf.RegisterGradient(_ROWS)(lambda op, *outputs: _of_rows(op.inputs, *outputs))
 
 
 def _flipped(ids: tf.Tensor) -> tf.Tensor:

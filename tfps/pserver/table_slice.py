@@ -270,10 +270,9 @@ class TableSlice(OwnedSlice):
         waiting = [each for each in self._waiting if each.left is None and each.push.header.step == self.step + 1]
         if not waiting:
             return []
-        touched = np.concatenate([ids for each in step.asked.values() for ids in each] or [np.empty(0, np.int64)])
-        answers = []
+        touched, answers = [ids for each in step.asked.values() for ids in each], []
         for each in waiting:
-            each.left = left = np.isin(each.ids, touched)
+            each.left = left = _are_among(each.ids, touched)
             self.traffic = self.traffic._replace(early=self.traffic.early + len(left) - int(left.sum()))
             if not left.any():
                 answers.append(self._answer(each))
@@ -496,6 +495,15 @@ def _header(push: Push, flags: int) -> Header:
 def _acknowledged(push: Push) -> Answer:
     """The answer to what a rank has added."""
     return Answer((push.rank,), _header(push, LAST), _NOTHING)
+
+
+def _are_among(ids: Ids, others: Sequence[Ids]) -> NDArray[np.bool_]:
+    """Which of `ids` are in one of `others`, which are ascending."""
+    found = np.zeros(len(ids), np.bool_)
+    for some in others:
+        if some.size:  # np.isin would sort again
+            found |= some.take(some.searchsorted(ids), mode="clip") == ids
+    return found
 
 
 def _unique(ids: Sequence[Ids]) -> int:

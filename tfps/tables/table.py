@@ -450,7 +450,8 @@ class Table:
         The seed and initial values stay, which a restore may have taken from elsewhere.
         """
         spec = dataclasses.replace(spec, seed=self.spec.seed, initial=self.spec.initial)
-        if dataclasses.replace(self.spec, update=spec.update) != spec:
+        changed = dataclasses.replace(self.spec, update=spec.update)
+        if changed != spec:
             raise ConfigError(f"{self.label} can only change its update, {self.spec.text()}, got {spec.text()}")
         sparse, items = self._index is None, self._stamps.items
         slots = [Region(np.float32, items, spec.dim, sparse=sparse) for _ in spec.update.slots]

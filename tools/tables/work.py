@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,7 +131,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     return found
 
 
-def say(content: dict[str, Any], to: TextIO | None = None) -> None:
+def say(content: Mapping[str, object], to: TextIO | None = None) -> None:
     """One line for whoever has started this program, to its stdout or `to`."""
     print(json.dumps(content), flush=True, file=to)
 
