@@ -26,6 +26,7 @@ _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _ITEM = re.compile(r"([\w.*, ]+?): (.*)", re.DOTALL)
 _Definition = ast.ClassDef | ast.FunctionDef
 
+_OF_EMBEDDING = ("embeddings", "read_rows", "load_rows", "export_rows", "to_embedding")
 # Module, name, how it is called on the page, and which of its methods and properties are public: None: all without
 # an underscore.
 PUBLIC: tuple[tuple[str, str, str, tuple[str, ...] | None], ...] = (
@@ -34,6 +35,10 @@ PUBLIC: tuple[tuple[str, str, str, tuple[str, ...] | None], ...] = (
     ("config", "Config", "tfps.Config", ("from_environment",)),
     ("callbacks", "Metrics", "tfps.callbacks.Metrics", ()),
     ("callbacks", "Trace", "tfps.callbacks.Trace", ()),
+    ("layers/embedding", "Embedding", "tfps.layers.Embedding", _OF_EMBEDDING),
+    ("layers/distributed", "DistributedEmbedding", "tfps.layers.DistributedEmbedding", ()),
+    ("layers/distributed_configs", "TableConfig", "tfps.layers.TableConfig", ()),
+    ("layers/distributed_configs", "FeatureConfig", "tfps.layers.FeatureConfig", ()),
     ("ray/running", "run", "tfps.ray.run", ()),
     ("ray/train", "TensorflowConfig", "tfps.ray.TensorflowConfig", ()),
 )

@@ -21,7 +21,7 @@ def test_the_page_is_up_to_date() -> None:
     assert page.fill(TEXT) == TEXT, f"run {page.PROGRAM}"
 
 
-@pytest.mark.parametrize("name", sorted(set(tfps.__all__) - {"callbacks", "__version__"}))
+@pytest.mark.parametrize("name", sorted(set(tfps.__all__) - {"callbacks", "layers", "__version__"}))
 def test_every_public_name_has_its_docstring_there(name: str) -> None:
     first = (inspect.getdoc(getattr(tfps, name)) or "").partition("\n")[0]
     part = page.made()
@@ -29,7 +29,7 @@ def test_every_public_name_has_its_docstring_there(name: str) -> None:
     assert first.split(".")[0] in " ".join(part.split())
 
 
-@pytest.mark.parametrize("section", ["tfps.Strategy", "tfps.Config", "tfps.callbacks", "tfps.ray"])
+@pytest.mark.parametrize("section", ["tfps.Strategy", "tfps.Config", "tfps.callbacks", "tfps.layers", "tfps.ray"])
 def test_what_the_tables_name_is_described(section: str) -> None:
     table = TEXT.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     names = re.findall(r"^\| `(\w+)", table, re.MULTILINE)

@@ -51,9 +51,10 @@ def initial_of(initializer: Argument, rows: int | None, dim: int) -> tuple[Initi
 
 
 def _scaled(made: keras.initializers.VarianceScaling, rows: int | None, dim: int) -> Initial:
-    if rows is None and made.mode != "fan_out":
+    counted = made.mode
+    if rows is None and counted != "fan_out":
         raise UnsupportedError(
-            f"{type(made).__name__} divides by the number of rows (mode={made.mode!r}), which a table with None has "
+            f"{type(made).__name__} divides by the number of rows (mode={counted!r}), which a table with None has "
             "not; use mode='fan_out', or RandomUniform or RandomNormal"
         )
     fans = {"fan_in": rows, "fan_out": dim, "fan_avg": ((rows or 0) + dim) / 2}
