@@ -52,6 +52,22 @@ def build() -> Model:
     )
 
 
+def build_with_table() -> Model:
+    """A pixel of a value is a word of the image."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((64,))
+    words = keras.ops.cast(16 * inputs, "int64") + 17 * keras.ops.arange(64, dtype="int64")
+    table = tfps.layers.Embedding(None, 4, optimizer=keras.optimizers.Adagrad(0.1), name="words")
+    hidden = keras.layers.Flatten()(table(words))
+    return keras.Model(inputs, keras.layers.Dense(10)(hidden))
+
+
+def rows_of(model: Model) -> list[np.ndarray]:
+    """All rows of its table, if it has one."""
+    tables = [layer for layer in model.layers if isinstance(layer, tfps.layers.Embedding)]
+    return [table.read_rows(np.arange(17 * 64)) for table in tables]
+
+
 def batches(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for begin in range(0, len(x), BATCH):
         yield x[begin : begin + BATCH], y[begin : begin + BATCH]
@@ -217,7 +233,7 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
     callback = faults.fail_at(*fault) if fault else None
     strategy = tfps.Strategy(devices=DEVICES)
     with strategy.scope():
-        model = build()
+        model = build_with_table() if "table" in kind else build()
         model.compile(
             OPTIMIZERS["adam" if "adam" in kind else "sgd"](),
             LOSS,
@@ -229,7 +245,7 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
     exchange = strategy._runtime.exchange
     worker = cast(Worker, getattr(exchange, "_worker", exchange))
     found = {
-        "weights": model.get_weights(),
+        "weights": [*model.get_weights(), *rows_of(model)],
         "ranks": exchange.places,
         "divided": divided,
         "losses": [(loss.rank, loss.bucket, loss.step, loss.slices) for loss in worker.losses.found],

@@ -217,7 +217,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "kept").rename(tmp_path / "user-1-of-2.0.npz")
     (tmp_path / "user-1-of-2.json").unlink()
     refused(tmp_path, "user-1-of-2.json is missing: 1 of 2 shards of this save were not finished", SPEC)
+    manifest = (tmp_path / "user-0-of-2.json").read_bytes()
     saved(tmp_path, SPEC, 3)
+    assert not list(tmp_path.glob("*-of-2.*"))  # what was written there before goes
+    (tmp_path / "user-0-of-2.json").write_bytes(manifest)
     refused(tmp_path, r"of one number of pservers, has those of \[2, 3\]", SPEC)
     with pytest.raises(ConfigError, match=r"name of a table that is saved must be .* got '\.\./user'"):
         files.write_shard(Table(SPEC), tmp_path, "../user", since=None)
@@ -239,6 +242,26 @@ def test_a_table_is_empty_if_a_file_turns_out_to_be_damaged(tmp_path: Path) -> N
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     refused(tmp_path, "user-1-of-2.0.npz is damaged", SPEC, left=False)
+
+
+def test_a_save_finds_those_before_it(tmp_path: Path) -> None:
+    table = updated(SPEC, range(9))
+    files.write_shard(table, tmp_path / "1", "user", since=None)
+    before = {2: "../1", 3: str(tmp_path / "2")}
+    for number, folder in before.items():
+        since = table.step
+        updated(SPEC, range(3 * number), number, table=table)
+        files.write_shard(table, tmp_path / str(number), "user", since=since, before=folder)
+    again = Table(SPEC)
+    files.read_table(again, tmp_path / "3", "user")
+    assert dump([again]) == dump([table])
+    files.remove_saves(tmp_path / "3", ["1"])
+    assert not (tmp_path / "1").exists()
+    refused(tmp_path / "3", "1 must have shards of the table user .* has none", SPEC)
+    with pytest.raises(ConfigError, match=r"a folder beside .*3, got '\.\./1'"):
+        files.remove_saves(tmp_path / "3", ["../1"])
+    files.write_shard(table, tmp_path / "2", "user", since=0, before="../3")
+    refused(tmp_path / "3", "names more than 10000 saves before it: they must not be a circle", SPEC)
 
 
 def test_saves_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ class Snapshot:
 
     ranks: Sequence[int]  # who have the parts, as far as the worker knows; of step 0: whose pushes came since
     part: bool = False  # whether the worker has its own
+    folder: str | None = None  # of a table: where its files are; empty: the worker does not know
+    assigned: int = 0  # of a table: how often all ranks have replaced rows in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Regrouped:
     expected: Sequence[int]  # who took part, as somebody knew
     gone: Sequence[int] = ()  # buckets whose state nobody has any more
     newest: Mapping[int, int] = field(default_factory=dict)  # of buckets of which some have read more: who has
+    folders: Mapping[int, str] = field(default_factory=dict)  # of tables: the files of the snapshot
 
 
 def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) -> Regrouped | None:
@@ -105,12 +108,16 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
         raise PserverLostError(f"no pserver answers all workers: {here[0].reason}")
     common = min(len(report.steps) for report in here)
     steps = [max(report.steps[bucket] for report in here) for bucket in range(common)]
-    results, gone, newest = {}, [], dict[int, int]()
+    results, gone, newest, folders = {}, [], dict[int, int](), dict[int, str]()
     for bucket, step in enumerate(steps):
         if any(bucket in report.snapshots for report in here):
             snapshot = _snapshot(bucket, present, here)
-            steps[bucket] = step if snapshot is None else snapshot
-            gone += [bucket] if snapshot is None else []
+            if snapshot is None:
+                gone.append(bucket)
+            else:
+                steps[bucket], folder = snapshot
+                if folder:
+                    folders[bucket] = folder
         elif any(bucket in report.newest for report in here):
             held = [report.newest.get(bucket, Newest(0)) for report in here]
             gone += [] if _is_whole(held, present) else [bucket]
@@ -124,7 +131,7 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
     declarations = min(report.declarations for report in here)
     reason = here[0].reason
     return Regrouped(
-        generation, present, pservers, declarations, steps, results, reason, sorted(expected), gone, newest
+        generation, present, pservers, declarations, steps, results, reason, sorted(expected), gone, newest, folders
     )
 
 
@@ -139,10 +146,10 @@ def _is_whole(held: Sequence[Newest], present: Sequence[int]) -> bool:
     )
 
 
-def _snapshot(bucket: int, present: Sequence[int], here: Sequence[Report]) -> int | None:
-    """The step of the last snapshot from which `present` can go on; None: there is none.
+def _snapshot(bucket: int, present: Sequence[int], here: Sequence[Report]) -> tuple[int, str] | None:
+    """The step and the folder, if any, of the last snapshot from which `present` can go on; None: there is none.
 
-    All parts are needed, and all pushes since then.
+    All parts are needed, or the files of a table, and all pushes since then.
     """
     held = [report.snapshots.get(bucket, {}) for report in here]
     for step in sorted(set(held[0]).intersection(*held[1:]), reverse=True):
@@ -151,8 +158,14 @@ def _snapshot(bucket: int, present: Sequence[int], here: Sequence[Report]) -> in
         ranks = set(next(iter(named), ()))
         began = all(report.steps[bucket] == step for report in here)  # nobody needs an earlier push
         have = {rank for rank, snapshot in zip(present, each, strict=True) if snapshot.part}
+        if len({snapshot.assigned for snapshot in each}) > 1:
+            return None  # what some have put there is not in what others know
+        folder = next((snapshot.folder for snapshot in each if snapshot.folder), "")
+        is_table = any(snapshot.folder is not None for snapshot in each)
+        if is_table and not folder and (step or each[0].assigned):
+            continue
         if len(named) <= 1 and (ranks == set(present) or began) and (step == 0 or (ranks and ranks <= have)):
-            return step
+            return step, folder
     return None
 
 

@@ -104,4 +104,9 @@ class Membership:
     @property
     def run(self) -> str:
         """Tells this run from others as well, to anybody: the incarnation cannot be found out by it."""
-        return hashlib.sha256(self.incarnation.encode()).hexdigest()[:16]
+        return run_of(self.incarnation)
+
+
+def run_of(incarnation: str) -> str:
+    """See `Membership.run`."""
+    return hashlib.sha256(incarnation.encode()).hexdigest()[:16]

@@ -450,11 +450,19 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class RegroupReply(_message.Message):
-    __slots__ = ["busy", "declarations", "expected", "failure", "generation", "gone", "known", "moving", "newest", "pservers", "ranks", "reason", "results", "steps", "workers"]
+    __slots__ = ["busy", "declarations", "expected", "failure", "folders", "generation", "gone", "known", "moving", "newest", "pservers", "ranks", "reason", "results", "steps", "workers"]
+    class FoldersEntry(_message.Message):
+        __slots__ = ["key", "value"]
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
     BUSY_FIELD_NUMBER: _ClassVar[int]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FOLDERS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
@@ -470,6 +478,7 @@ class RegroupReply(_message.Message):
     declarations: int
     expected: _containers.RepeatedScalarFieldContainer[int]
     failure: Failure
+    folders: _containers.ScalarMap[int, str]
     generation: int
     gone: _containers.RepeatedScalarFieldContainer[int]
     known: bool
@@ -481,7 +490,7 @@ class RegroupReply(_message.Message):
     results: _containers.RepeatedCompositeFieldContainer[Result]
     steps: _containers.RepeatedScalarFieldContainer[int]
     workers: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., gone: _Optional[_Iterable[int]] = ..., newest: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., gone: _Optional[_Iterable[int]] = ..., newest: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., folders: _Optional[_Mapping[int, str]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegroupRequest(_message.Message):
     __slots__ = ["asks", "incarnation", "rank", "report", "timeout_s"]
@@ -618,27 +627,31 @@ class SaveRowsReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., nbytes: _Optional[int] = ..., full: bool = ...) -> None: ...
 
 class SaveRowsRequest(_message.Message):
-    __slots__ = ["bucket", "folder", "incarnation", "name", "rank", "since", "step", "timeout_s"]
+    __slots__ = ["before", "bucket", "folder", "incarnation", "name", "rank", "remove", "since", "step", "timeout_s"]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    before: str
     bucket: int
     folder: str
     incarnation: str
     name: str
     rank: int
+    remove: _containers.RepeatedScalarFieldContainer[str]
     since: int
     step: int
     timeout_s: float
-    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folder: _Optional[str] = ..., name: _Optional[str] = ..., since: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folder: _Optional[str] = ..., name: _Optional[str] = ..., since: _Optional[int] = ..., timeout_s: _Optional[float] = ..., before: _Optional[str] = ..., remove: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "snapshot_steps", "staleness", "update", "window_bytes"]
+    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "snapshot_folder", "snapshot_steps", "staleness", "update", "window_bytes"]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     DELAY_COMPENSATION_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
@@ -656,6 +669,7 @@ class Settings(_message.Message):
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     REJOIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SLICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FOLDER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_STEPS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
@@ -677,11 +691,12 @@ class Settings(_message.Message):
     quorum: float
     rejoin_timeout_s: float
     slice_bytes: int
+    snapshot_folder: str
     snapshot_steps: int
     staleness: int
     update: str
     window_bytes: int
-    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., snapshot_steps: _Optional[int] = ..., rejoin_timeout_s: _Optional[float] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., quorum: _Optional[float] = ..., grace_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., snapshot_steps: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., rejoin_timeout_s: _Optional[float] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., quorum: _Optional[float] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ["fd", "host", "secret"]
@@ -694,16 +709,20 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., fd: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ["bucket", "part", "ranks", "step"]
+    __slots__ = ["assigned", "bucket", "folder", "part", "ranks", "step"]
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    assigned: int
     bucket: int
+    folder: str
     part: bool
     ranks: _containers.RepeatedScalarFieldContainer[int]
     step: int
-    def __init__(self, bucket: _Optional[int] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., part: bool = ...) -> None: ...
+    def __init__(self, bucket: _Optional[int] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., part: bool = ..., folder: _Optional[str] = ..., assigned: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ["buckets", "changes", "cpu_s", "errors", "failure", "generation", "job", "jobs", "joined_workers", "lost_workers", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "tables", "uptime_s", "version", "workers"]

@@ -165,6 +165,11 @@ class Elastic(abc.ABC):
                     f"mode={self._shard.config.mode!r}, update={self._shard.config.update!r} and "
                     f"snapshot_steps={self._shard.config.snapshot_steps}"
                 )
+            if not self._shard.config.snapshot_folder and (table := next(self._shard.tables(), None)):
+                raise UnsupportedError(
+                    f"a pserver can join a job with tables if it has snapshots of these (snapshot_folder); nothing but "
+                    f"this pserver and those beside it has the rows of {table[0]!r}"
+                )
             self._log(f"is offered pserver {address}")
             self._announce(Header(Kind.OFFER), address.encode())
 

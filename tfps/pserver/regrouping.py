@@ -180,5 +180,6 @@ def _report(message: pb.Report) -> Report:
 def _snapshots(messages: Iterable[pb.Snapshot]) -> dict[int, dict[int, Snapshot]]:
     found: dict[int, dict[int, Snapshot]] = {}
     for each in messages:
-        found.setdefault(each.bucket, {})[each.step] = Snapshot(tuple(each.ranks), each.part)
+        folder = each.folder if each.HasField("folder") else None
+        found.setdefault(each.bucket, {})[each.step] = Snapshot(tuple(each.ranks), each.part, folder, each.assigned)
     return found

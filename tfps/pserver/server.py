@@ -284,6 +284,7 @@ class ParameterServer:
             expected=outcome.expected,
             gone=outcome.gone,
             newest=[pb.Result(bucket=bucket, rank=rank) for bucket, rank in outcome.newest.items()],
+            folders=outcome.folders,
         )
 
     def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
@@ -456,7 +457,7 @@ def _take(job: Job, request: pb.TakeRequest) -> Fields | None:
 def _save_rows(job: Job, request: pb.SaveRowsRequest) -> Fields:
     since = request.since if request.HasField("since") else None
     with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
-        return item.save(request.folder, request.name, since)
+        return item.save(request.folder, request.name, since, request.before, request.remove)
 
 
 def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:

@@ -114,7 +114,7 @@ class Shard:
             before = declared(self.buckets, spec.replaces).slices.get(0)
             if not isinstance(before, TableSlice):
                 raise ConfigError(f"{label} must take the rows of a table, got bucket {spec.replaces}")
-            before.change(TableSpec.parse(spec.table), spec.codec)
+            before.change(TableSpec.parse(spec.table), spec.codec, step)
             return before
         table = Table(TableSpec.parse(spec.table), pservers.index(self.index), len(pservers), label)
         arguments = self._recorder, label, table, spec.codec, self.sets, self.view, self._saved, step

@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tfps.errors import MismatchError, ProtocolError
+from tfps.errors import ConfigError, MismatchError, ProtocolError
 from tfps.exchange.codecs import Codec, Floats
 from tfps.exchange.update_spec import StepScalars, difference
 from tfps.membership.view import RankSets, View
 from tfps.pserver.async_slice import StalenessBound
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
-from tfps.tables.files import restored, write_shard
+from tfps.tables.files import remove_saves, restored, write_shard
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table, TableStats
 from tfps.trace.capture import NONE
@@ -224,7 +224,8 @@ class TableSlice(OwnedSlice):
             self.table.update([step.added[rank].part(dim) for rank in ranks], scalars, self.step + self._ahead)
             self.step += 1
             self._applied.notify_all()
-            answers += [_acknowledged(added.push) for added in step.added.values() if added.push is not None]
+            number = self._sets.number(ranks)
+            answers += [_acknowledged(added.push, number) for added in step.added.values() if added.push is not None]
             self._end([step.added[rank] for rank in ranks])
             answers += self._current()
         return answers + self._early() if answers else []
@@ -294,11 +295,11 @@ class TableSlice(OwnedSlice):
         payload = encode_some(chosen, self.table.pull(asked.ids[chosen]))
         return Answer((asked.push.rank,), _header(asked.push, flags), memoryview(payload))
 
-    def change(self, spec: TableSpec, codec: Codec | None) -> None:
-        """Updates rows otherwise from now on, with nothing under way."""
+    def change(self, spec: TableSpec, codec: Codec | None, step: int = 0) -> None:
+        """Updates rows otherwise from now on, with nothing under way; from `step`, if a job goes on."""
         with self.lock:
             self.table.change(spec)
-            self._codec = codec
+            self._codec, self.step = codec, max(self.step, step)
 
     # Files
 
@@ -341,9 +342,16 @@ class TableSlice(OwnedSlice):
             self._applied.notify_all()
             return [*self._completed(), *self._current()]
 
-    def save(self, folder: str, name: str, since: int | None) -> dict[str, object]:
-        """Writes this pserver's shard; the caller holds the table."""
-        found = write_shard(self.table, folder, name, since=since, lock=self.lock)
+    def save(
+        self, folder: str, name: str, since: int | None, before: str = "", remove: Iterable[str] = ()
+    ) -> dict[str, object]:
+        """Writes this pserver's shard; the caller holds the table. See `remove_saves`."""
+        try:
+            found = write_shard(self.table, folder, name, since=since, before=before, lock=self.lock)
+            if self.table.place == 0:
+                remove_saves(folder, remove)
+        except OSError as error:
+            raise ConfigError(f"{self.label} could not be written to {folder}: {error}") from error
         self._saved[f"{Path(folder).name}/{name}"] = folder
         full = found["since"] is None
         return {"step": found["step"], "rows": found["rows"], "nbytes": found["nbytes"], "full": full}
@@ -488,13 +496,13 @@ class AppliesEach(TableSlice):
         return None
 
 
-def _header(push: Push, flags: int) -> Header:
-    return push.reply(flags)._replace(generation=1)
+def _header(push: Push, flags: int, ranks: int = 1) -> Header:
+    return push.reply(flags)._replace(generation=ranks)
 
 
-def _acknowledged(push: Push) -> Answer:
-    """The answer to what a rank has added."""
-    return Answer((push.rank,), _header(push, LAST), _NOTHING)
+def _acknowledged(push: Push, ranks: int = 1) -> Answer:
+    """The answer to what a rank has added; `ranks`: the number of the set of those whose gradients were applied."""
+    return Answer((push.rank,), _header(push, LAST, ranks), _NOTHING)
 
 
 def _are_among(ids: Ids, others: Sequence[Ids]) -> NDArray[np.bool_]:

@@ -8,8 +8,8 @@ Parts are uncompressed `.npz` files (numpy.load reads them), whose zip has a CRC
     NAME-PLACE-of-COUNT.gone.0.npz  `ids` whose rows have gone since the save before (incremental only)
 
 A **full** shard has all rows; an **incremental** one what has changed since the step of a save before. To restore needs
-the last full save and all incremental ones after it. What `admit_after` has counted is not saved: ids that have no row
-are counted anew.
+the last full save and all incremental ones after it, which are given or named by each other. What `admit_after` has
+counted is not saved: ids that have no row are counted anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from tfps.types import Array, Json
 
 FORMAT = 1
 _MOST_ROWS, _MOST_BYTES = 2**16, 2**25  # of a part
+_MOST_SAVES = 10_000  # that follow each other
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.json")
 
@@ -50,6 +51,7 @@ class _Shard:
     count: int
     step: int  # the newest when it was written
     since: int | None  # None: full
+    before: str  # the folder of the save before, seen from that of this one; empty: it is not known here
     spec: TableSpec
     parts: tuple[tuple[int, int], ...]  # rows and bytes of each
     gone: tuple[tuple[int, int], ...]
@@ -69,6 +71,7 @@ def write_shard(
     name: str,
     *,
     since: int | None,
+    before: str = "",
     lock: AbstractContextManager[object] | None = None,
 ) -> dict[str, Json]:
     """Writes this pserver's shard of a table, in place of one that is there; others write theirs meanwhile.
@@ -80,6 +83,8 @@ def write_shard(
         name: of the table: letters, digits, `_`, `-` and `.`.
         since: the `"step"` of the save before, for an incremental one; None: full. If it is no more known which rows
             have gone since, the shard is full, and `"full_because"` says so.
+        before: the folder of that save, absolute or seen from `directory`, so that it is found when this one is read;
+            empty: who reads must give it.
         lock: what guards the table, held while rows are copied, not while they are written; None: the caller holds it.
             All rows are as of one step if no update comes meanwhile (`Table.chunks`).
 
@@ -100,9 +105,12 @@ def write_shard(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{table.place}-of-{table.count}.json"
     path.unlink(missing_ok=True)  # what is written now must not be read with it
-    own = re.compile(re.escape(path.stem) + r"(\.gone)?\.\d+\.npz(\.partial)?")
-    for old in [each for each in folder.iterdir() if own.fullmatch(each.name)]:
-        old.unlink()
+    # What other numbers of pservers have written there is of an attempt before, which has failed.
+    own = re.escape(path.stem) + r"(\.gone)?\.\d+\.npz(\.partial)?"
+    others = re.escape(name) + rf"-\d+-of-(?!{table.count}\b)\d+(\.json|(\.gone)?\.\d+\.npz)(\.partial)?"
+    stale = re.compile(f"{own}|{others}")
+    for old in [each for each in folder.iterdir() if stale.fullmatch(each.name)]:
+        old.unlink(missing_ok=True)  # another pserver removes them, too
     because = None
     with held:
         step, gone = table.step, None if since is None else table.gone(since)
@@ -138,6 +146,7 @@ def write_shard(
         "count": table.count,
         "step": step,
         "since": since,
+        "before": before,
         "full_because": because,
         "rows": sum(rows for rows, _ in sizes[""]),
         "gone_rows": sum(rows for rows, _ in sizes[".gone"]),
@@ -159,7 +168,8 @@ def read_table(table: Table, directories: str | Path | Sequence[str | Path], nam
     file turns out to be damaged later, the table is left empty.
 
     Args:
-        directories: the folder of a full save, and of each incremental one after it, in order.
+        directories: the folder of a full save, and of each incremental one after it, in order; the first ones may be
+            left out where those after them name them.
 
     Returns:
         `"step"`, the newest of the last save, `"rows"`, how many are in the table now, `"nbytes"` that were read, and
@@ -173,6 +183,11 @@ def read_table(table: Table, directories: str | Path | Sequence[str | Path], nam
     if not folders:
         raise ConfigError(f"at least one folder of a save of {name} must be given, got none")
     saves = [_shards(folder, name) for folder in folders]
+    while before := next((shard.before for shard in saves[0] if shard.since is not None), ""):
+        folders = [folders[0] / before, *folders]
+        if len(folders) > _MOST_SAVES:
+            raise ConfigError(f"{folders[-1]} names more than {_MOST_SAVES} saves before it: they must not be a circle")
+        saves = [_shards(folders[0], name), *saves]
     _check_saves(table, saves)
     begin = max(
         (number for number, shards in enumerate(saves) if all(shard.since is None for shard in shards)), default=None
@@ -213,6 +228,19 @@ def restored(table: Table, folders: Sequence[str], name: str, seed: str) -> dict
     table.clear()
     table.begin_as(number, table.spec.initial)
     return {"step": 0, "rows": 0, "nbytes": 0, "slots": 1}
+
+
+def remove_saves(folder: str | Path, names: Iterable[str]) -> None:
+    """Removes saves beside that in `folder`, given the names of their folders; what else is in these stays."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"a save that is removed must be a folder beside {folder}, got {name!r}")
+        old = Path(folder).parent / name
+        for path in sorted(old.glob("*-of-*")) if old.is_dir() else ():
+            if re.search(r"-\d+-of-\d+(\.json|(\.gone)?\.\d+\.npz)$", path.name):
+                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            old.rmdir()
 
 
 def saved_update(folder: str | Path, name: str) -> UpdateSpec:
@@ -317,6 +345,7 @@ def _manifest(path: Path, place: int, count: int) -> _Shard:
             count,
             int(found["step"]),
             None if since is None else int(since),
+            str(found["before"]),
             TableSpec.parse(json.dumps(found["spec"])),
             tuple((int(rows), int(nbytes)) for rows, nbytes in found["parts"]),
             tuple((int(rows), int(nbytes)) for rows, nbytes in found["gone"]),

@@ -197,7 +197,9 @@ class PushedBucket:
             whole = len(push.copied) == len(self.cutting.slices)
             return Reply(sum=push.buffer, ranks=push.ranks, step=push.step) if whole else None
 
-    def answered(self, pserver: int, header: Header, payload: memoryview) -> tuple[OnReply, Reply] | None:
+    def answered(
+        self, pserver: int, header: Header, payload: memoryview, ranks: Collection[int]
+    ) -> tuple[OnReply, Reply] | None:
         """Takes a frame of a table's answer; see `TableBucket`."""
         raise ProtocolError(f"bucket '{self.spec.name}' is no table")
 
@@ -272,14 +274,14 @@ class Incoming:
         if self._recorder.enabled:
             now_ns = self._recorder.clock()
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
-        if is_table:
-            if (answered := bucket.answered(self._pserver, header, payload)) is not None:
-                answered[0](answered[1])
-            return
-        if push is None:
+        if push is None and not is_table:
             return
         if (ranks := self._sets.get(header.generation)) is None:
             raise ProtocolError(f"generation of a reply must be one that was told (RANKS), got {header.generation}")
+        if push is None:
+            if (answered := bucket.answered(self._pserver, header, payload, ranks)) is not None:
+                answered[0](answered[1])
+            return
         if (reply := bucket.take(self._pserver, push, header, payload, place, ranks)) is None:
             return
         again = push.torn and bucket.is_atomic

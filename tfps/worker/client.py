@@ -248,8 +248,19 @@ class PserverClient:
 
     # Tables
 
-    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
-        request = pb.SaveRowsRequest(**self._of_table(table, step), folder=folder, name=name, since=since)
+    def save_rows(
+        self,
+        table: int,
+        step: int,
+        folder: str,
+        name: str,
+        since: int | None,
+        before: str = "",
+        remove: Sequence[str] = (),
+    ) -> SavedRows:
+        """`before`: the folder of the save before; `remove`: names of those beside it that nobody needs any more."""
+        about: dict[str, Argument] = {"folder": folder, "name": name, "since": since, "before": before}
+        request = pb.SaveRowsRequest(**self._of_table(table, step), **about, remove=remove)
         found = self._on_all("SaveRows", request)
         steps, full = [each.step for each in found], all(each.full for each in found)
         return SavedRows(max(steps), sum(each.rows for each in found), sum(each.nbytes for each in found), full)

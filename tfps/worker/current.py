@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tfps.exchange.interface import Captures, Foreseen, Reply, SavedRows
+from tfps.exchange.interface import Captures, Reply
 from tfps.membership.view import View
-from tfps.types import Argument
 from tfps.worker.worker import Worker
 
 
@@ -81,23 +80,3 @@ class CurrentWorker:
     @property
     def candidate(self) -> bool:
         return self._worker.candidate
-
-    # Tables: it does not outlive the loss of their rows
-
-    def ask(self, *arguments: Argument, **options: Argument) -> None:
-        self._worker.ask(*arguments, **options)
-
-    def foresee(self, *arguments: Argument) -> Foreseen | None:
-        return self._worker.foresee(*arguments)
-
-    def add(self, *arguments: Argument, **options: Argument) -> None:
-        self._worker.add(*arguments, **options)
-
-    def save_rows(self, *arguments: Argument) -> SavedRows:
-        return self._worker.save_rows(*arguments)
-
-    def restore_rows(self, *arguments: Argument, **options: Argument) -> SavedRows:
-        return self._worker.restore_rows(*arguments, **options)
-
-    def put_rows(self, *arguments: Argument) -> None:
-        self._worker.put_rows(*arguments)

@@ -43,13 +43,16 @@ from tfps.exchange.interface import (
     declared,
 )
 from tfps.membership.members import Resumed
+from tfps.membership.view import run_of
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Options
 from tfps.worker.current import CurrentWorker
+from tfps.worker.elastic_tables import ElasticTables
 from tfps.worker.kept import Push, packed, unpacked
+from tfps.worker.kept_rows import KeptTable
 from tfps.worker.meeting import meet, pservers_now
-from tfps.worker.replaying import ElasticBucket, Replaying, kept
+from tfps.worker.replaying import ElasticBucket, kept
 from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
@@ -63,7 +66,7 @@ _MOST_CONNECT_S = 15.0  # for all to begin anew, once they have met
 _SAID_S = 10.0  # between log lines of a wait
 
 
-class ElasticWorker(CurrentWorker, Replaying):
+class ElasticWorker(CurrentWorker, ElasticTables):
     """An `Exchange` over one `Worker` after the other. The constructor is that of `Worker`."""
 
     def __init__(
@@ -98,6 +101,7 @@ class ElasticWorker(CurrentWorker, Replaying):
         self._over = threading.Event()  # failed or closed
         self._worker = self._first_worker(rank, workers)
         self._first = self._worker.first_incarnation
+        self._run = run_of(self._first)
         self._is_candidate = self._worker.candidate
         self._declarations = self._worker.declarations
         self.info = self.state = self.peers = self.joining = self.tables = self
@@ -262,7 +266,9 @@ class ElasticWorker(CurrentWorker, Replaying):
         """Knows all buckets that `worker` has. Caller holds the lock."""
         first = len(self._buckets)
         for number, spec in enumerate(worker.specs()[first:], first):
-            self._buckets.append(ElasticBucket(kept(number, spec, self.config), worker=worker))
+            self._buckets.append(ElasticBucket(kept(number, spec, self.config, self._run), worker=worker))
+            if spec.kind == "table":
+                self._know_table(number, spec)
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         self._push(bucket, Push(payload, on_reply, step_scalars=step_scalars))
@@ -278,7 +284,7 @@ class ElasticWorker(CurrentWorker, Replaying):
                 self._check_there(number)
                 bucket.pushes.append(push)
                 if (kept := self._kept_of(bucket)) is not None:
-                    waits = self._waits(bucket)
+                    waits = self._waits(bucket) or (isinstance(kept, KeptTable) and kept.saving is not None)
                     kept.add(push)
                     if waits:
                         return
@@ -297,6 +303,8 @@ class ElasticWorker(CurrentWorker, Replaying):
         """Gives `push` to `worker`. Caller holds the bucket's lock."""
         kept = self._kept_of(self._buckets[number])
         try:
+            if isinstance(kept, KeptTable) and self._saves_before(number, worker, kept):
+                return
             if kept is not None:
                 kept.give(self.rank, worker)
             push.give(number, worker, functools.partial(self._take, number, worker, push))
@@ -329,9 +337,8 @@ class ElasticWorker(CurrentWorker, Replaying):
         self._failures.add_listener(listener)
 
     def _goes_on(self, error: TfpsError) -> bool:
-        """Whether the job goes on with other pservers after `error`: not if they have lost rows of a table."""
-        goes_on = isinstance(error, PserverLostError) and self._failures.end is None
-        return goes_on and not any(spec.kind == "table" for spec in self._worker.specs())
+        """Whether the job goes on with other pservers after `error`: not if rows of a table are lost."""
+        return isinstance(error, PserverLostError) and self._failures.end is None and not self._loses_rows
 
     def _offered(self, address: str) -> None:
         """Goes on with the pserver at `address`, too. On a thread of its own, as it tells the others."""
@@ -375,10 +382,11 @@ class ElasticWorker(CurrentWorker, Replaying):
             self._changed.notify_all()
         for bucket in list(self._buckets):
             with bucket.lock:
-                pushes = list(bucket.pushes)
+                waiting = [each.on_reply for each in bucket.pushes] + [each.on_reply for each in bucket.asks]
                 bucket.pushes.clear()
-            for push in pushes:
-                push.on_reply(Reply(error=error))
+                bucket.asks.clear()
+            for on_reply in waiting:
+                on_reply(Reply(error=error))
 
     def fail(self, error: TfpsError) -> None:
         self._failures.fail(error)
@@ -547,7 +555,8 @@ class ElasticWorker(CurrentWorker, Replaying):
         for number, (bucket, step) in enumerate(zip(self._buckets, steps, strict=False)):
             new.take_residual(number, old, step)
             bucket.gone = bucket.gone or number in reply.gone
-        self._restore_kept(new, steps, tuple(reply.ranks), {each.bucket: each.rank for each in reply.newest})
+        newest = {each.bucket: each.rank for each in reply.newest}
+        self._restore_kept(new, steps, tuple(reply.ranks), newest, dict(reply.folders))
         new.resume_lines(lines)  # from then on all ranks have written their parts
         found = self._exchange_results(new, results)
         if ahead:

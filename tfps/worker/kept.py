@@ -70,6 +70,8 @@ class Snapshot(NamedTuple):
     ranks: tuple[int, ...] = ()
     begin: int = 0
     values: Sequence[Array] = ()
+    folder: str = ""  # of a table: of the files; empty: none, or others know
+    assigned: int = 0  # of a table: see kept_rows.py
 
 
 def part_of(nbytes: int, place: int, count: int) -> tuple[int, int]:
@@ -118,19 +120,28 @@ class Kept:
 
     def give(self, rank: int, worker: Worker) -> None:
         """Takes a snapshot if it is time, before the next push goes to `worker`."""
+        if self.is_due:
+            self.take(rank, worker, self.ranks)
+        self.given += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a snapshot is to be taken before the next push."""
         due = (self.given + self._number) % self._every == 0  # not of all buckets at once
         # Where who takes part has changed, what a lost rank had is gone, and a new one has nothing. All ranks see the
         # same replies, so they decide alike.
-        if due or self.ranks != self.snapshots[max(self.snapshots)].ranks:
-            self.take(rank, worker, self.ranks)
-        self.given += 1
+        return (due or self.ranks != self.snapshots[max(self.snapshots)].ranks) and self._lacks(self.ranks)
+
+    def _lacks(self, ranks: tuple[int, ...]) -> bool:
+        """Whether there is no snapshot of `ranks` before the next push. Before the first one pservers have nothing."""
+        return bool(ranks) and self.given > 0 and self.snapshots.get(self.given, Snapshot()).ranks != ranks
 
     def take(self, rank: int, worker: Worker, ranks: tuple[int, ...]) -> None:
         """Takes the part of `rank`, one of `ranks`, of a snapshot before the next push.
 
-        Until then nothing changes on pservers. Before the first one they have nothing.
+        Until then nothing changes on pservers.
         """
-        if not ranks or self.given == 0 or self.snapshots.get(self.given, Snapshot()).ranks == ranks:
+        if not self._lacks(ranks):
             return
         begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
         values = [worker.read(self._number, array, begin, end - begin) for array in range(self._arrays)]

@@ -19,6 +19,7 @@ from tfps.exchange.interface import BucketSpec, Payload, Reply, as_bytes, declar
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array
 from tfps.worker.kept import Kept, Push, Write
+from tfps.worker.kept_rows import Ask, KeptTable
 from tfps.worker.newest import Newest
 from tfps.worker.worker import Worker
 
@@ -26,9 +27,15 @@ _T = TypeVar("_T")
 _MOST_COUNTERS = 8  # of which numbers are known; an epoch has one
 
 
-def kept(number: int, spec: BucketSpec, config: Config) -> Kept | Newest | None:
-    """What is kept of a bucket; None: it has no update, or no snapshots are taken."""
-    if spec.update is None or config.snapshot_steps is None:
+def kept(number: int, spec: BucketSpec, config: Config, run: str) -> Kept | Newest | None:
+    """What is kept of a bucket in the job `run`; None: it has no update, or no snapshots are taken."""
+    if config.snapshot_steps is None:
+        return None
+    if spec.kind == "table":
+        if not config.snapshot_folder or not config.steps_together:
+            return None
+        return KeptTable(number, config.snapshot_steps, f"{config.snapshot_folder}/{run}")
+    if spec.update is None:
         return None
     if config.applies_each_push:
         return Newest(number, spec, spec.update, config.snapshot_steps)
@@ -46,6 +53,11 @@ class ElasticBucket:
     replies: int = 0
     last: Reply = field(default_factory=Reply)
     gone: bool = False  # whether nobody has what pservers kept
+    # Of a table:
+    asks: list[Ask] = field(default_factory=list)  # that have not been answered
+    behind: bool = False  # whether they wait until pushes have been given again
+    asked: int = -1  # the newest step that has asked for rows to train them,
+    begun: int = -1  # and when pservers changed last
 
     @property
     def log(self) -> Kept | None:
@@ -78,6 +90,8 @@ class Replaying(abc.ABC):
     def fail(self, error: TfpsError) -> None: ...
     @abc.abstractmethod
     def _give(self, number: int, worker: Worker, push: Push) -> None: ...
+    @abc.abstractmethod
+    def _give_asks(self, number: int, worker: Worker) -> None: ...
     @abc.abstractmethod
     def _call(self, what: Callable[[Worker], _T], stop: threading.Event | None = None) -> _T: ...
 
@@ -151,7 +165,12 @@ class Replaying(abc.ABC):
         """All that this worker has, for a report."""
         return [
             pb.Snapshot(
-                bucket=number, step=step, ranks=snapshot.ranks if step else kept.ranks, part=bool(snapshot.values)
+                bucket=number,
+                step=step,
+                ranks=snapshot.ranks if step else kept.ranks,
+                part=bool(snapshot.ranks if (is_table := isinstance(kept, KeptTable)) else snapshot.values),
+                folder=snapshot.folder if is_table else None,
+                assigned=snapshot.assigned,
             )
             for number, bucket in enumerate(self._buckets)
             if (kept := bucket.log) is not None
@@ -182,6 +201,8 @@ class Replaying(abc.ABC):
             for number, bucket in enumerate(self._buckets)
             if (bucket.log is not None and not self._is_candidate) or (bucket.gone and bucket.pushes)
         }
+        for number in behind:
+            self._buckets[number].behind = True
         self._replaying = bool(behind)
         ready = self._to_replay = queue.SimpleQueue()
         for number in behind:
@@ -206,7 +227,7 @@ class Replaying(abc.ABC):
                 with bucket.lock:
                     if bucket.worker is not worker:
                         return
-                    if bucket.pushes:
+                    if bucket.pushes or bucket.asks:
                         self._check_there(number)
                     if (kept := bucket.log) is None:
                         return
@@ -214,6 +235,8 @@ class Replaying(abc.ABC):
                         self._give(number, worker, kept.next)
                     if kept.all_given and kept.replies >= bucket.replies:
                         behind.discard(number)
+                        bucket.behind = False
+                        self._give_asks(number, worker)
             with self._changed:
                 if self._worker is worker:
                     self._replaying = False
@@ -230,7 +253,12 @@ class Replaying(abc.ABC):
         threading.Thread(target=self.fail, args=[error], name="tfps-replay-failed", daemon=True).start()
 
     def _restore_kept(
-        self, worker: Worker, steps: Sequence[int], ranks: tuple[int, ...], newest: Mapping[int, int]
+        self,
+        worker: Worker,
+        steps: Sequence[int],
+        ranks: tuple[int, ...],
+        newest: Mapping[int, int],
+        folders: Mapping[int, str],
     ) -> None:
         """Gives `worker`, which goes on with `ranks`, this rank's part of what pservers keep; see RegroupReply."""
         self._restored_with = ranks
@@ -243,8 +271,11 @@ class Replaying(abc.ABC):
             elif isinstance(bucket.kept, Kept):
                 if bucket.gone:
                     bucket.kept.begin(step)
+                elif isinstance(bucket.kept, KeptTable):
+                    bucket.kept.restore_files(step, worker, folders.get(number, ""))
                 else:
                     bucket.kept.restore(step, worker)
+            bucket.begun = bucket.asked
         for counter, known in self._drawn.items():
             worker.follow(counter, known)
 

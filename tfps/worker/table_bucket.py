@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -197,11 +197,13 @@ class TableBucket(PushedBucket):
             return True
         return False
 
-    def answered(self, pserver: int, header: Header, payload: memoryview) -> tuple[OnReply, Reply] | None:
+    def answered(
+        self, pserver: int, header: Header, payload: memoryview, ranks: Collection[int]
+    ) -> tuple[OnReply, Reply] | None:
         """Takes a frame; returns who gets a reply now, and which. Takes the lock."""
         with self.lock:
             if header.index < FIRST_ASKED:
-                return self._applied(pserver, header)
+                return self._applied(pserver, header, ranks)
             frame = self._frames.get(header.index)
             if frame is None or frame.pserver != pserver or frame.step != header.step:
                 if self.current is None:  # a failure has answered
@@ -237,14 +239,16 @@ class TableBucket(PushedBucket):
         rows[frame.places[chosen]] = found
         frame.left = left & ~chosen
 
-    def _applied(self, pserver: int, header: Header) -> tuple[OnReply, Reply] | None:
+    def _applied(self, pserver: int, header: Header, ranks: Collection[int]) -> tuple[OnReply, Reply] | None:
         if header.step not in self._added:
             if self.current is None:
                 return None
             raise ProtocolError(f"table '{self.spec.name}' has no step {header.step} under way")
         push, missing = self._added[header.step]
+        # Where one was lost meanwhile its gradients may have come to some owners only.
+        push.ranks = ranks if len(missing) == len(self.cutting.owners) else set(push.ranks).intersection(ranks)
         missing.discard(pserver)
         if missing or not self._end(push):
             return None
         del self._added[header.step]
-        return push.on_reply, Reply(sum=_NO_ROWS, ranks=self.everybody, step=header.step)
+        return push.on_reply, Reply(sum=_NO_ROWS, ranks=push.ranks, step=header.step)

@@ -82,8 +82,17 @@ class WorkerTables(abc.ABC):
         if end is not None:
             on_reply(Reply(error=end))
 
-    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
-        return self._client.save_rows(table, step, folder, name, since)
+    def save_rows(
+        self,
+        table: int,
+        step: int,
+        folder: str,
+        name: str,
+        since: int | None,
+        before: str = "",
+        remove: Sequence[str] = (),
+    ) -> SavedRows:
+        return self._client.save_rows(table, step, folder, name, since, before, remove)
 
     def restore_rows(
         self,

@@ -1,0 +1,310 @@
+"""Jobs with tables outlive their pservers: these write snapshots, and workers keep their gradients since then."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import moving
+import numpy as np
+import pytest
+from jobs import Cluster, Pending, poll, together
+from moving import refused
+
+from tfps.config import Config
+from tfps.errors import PserverLostError, TfpsError, WorkerLostError
+from tfps.exchange.interface import BucketSpec, Foreseen
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.pserver import regrouping
+from tfps.pserver.server import ParameterServer
+from tfps.tables.initial import Initial
+from tfps.tables.spec import TableSpec
+from tfps.tables.table import Table
+from tfps.types import Argument, Array
+from tfps.worker.client import PserverClient
+from tfps.worker.elastic import ElasticWorker
+
+pytestmark = moving.PATHS
+ADAGRAD = UpdateSpec("adagrad", (("epsilon", 1e-7),), (("accumulator", 0.1),), (3,), (False,))
+SPEC = TableSpec(dim=3, rows=None, seed=7, initial=Initial("uniform", -1.0, 1.0), update=ADAGRAD)
+SCALARS = StepScalars(0, (0.0, 0.5))
+TABLE = 3  # its number, after the buckets of `moving.SPECS`
+IDS = np.arange(-40, 40) * 2**56
+
+
+def config(folder: Path | None, every: int = 3) -> Config:
+    if folder is None:
+        return moving.CONFIG
+    return dataclasses.replace(moving.CONFIG, snapshot_steps=every, snapshot_folder=str(folder))
+
+
+def bucket(spec: TableSpec = SPEC, **fields: Argument) -> BucketSpec:
+    return BucketSpec(("user",), "table", 0, "float32", 0, table=spec.text(), **fields)
+
+
+class Training(moving.Job):
+    """Workers that train a table, and what it should be."""
+
+    def __init__(self, cluster: Cluster, config: Config, spec: TableSpec = SPEC, pservers: int = 2) -> None:
+        super().__init__(cluster, pservers=pservers, config=config)
+        self.table, self.number, self.steps = Table(spec), TABLE, 0
+        self.declare([bucket(spec)])
+        self.foreseen: list[tuple[Array, Foreseen | None]] = []
+
+    def draw(self, count: int | None = None) -> Array:
+        size = int(self.random.integers(0, 30)) if count is None else count
+        return self.random.choice(IDS, size, replace=False)
+
+    def ask(self, worker: ElasticWorker, ids: Array, step: int, **options: Argument) -> Pending:
+        pending = Pending()
+        worker.ask(self.number, ids, step, pending, **options)
+        return pending
+
+    def foresee(self) -> None:
+        """All ask for the rows of the next step."""
+        ids = [self.draw() for _ in self.workers]
+        asked = zip(self.workers, ids, strict=True)
+        self.foreseen = [(each, worker.foresee(self.number, each, self.steps + 1)) for worker, each in asked]
+
+    def look_up(self) -> list[Array]:
+        """All read rows as they should be; returns their ids."""
+        if not self.foreseen:
+            self.foreseen = [(self.draw(), None) for _ in self.workers]
+        found, self.foreseen = self.foreseen, []
+        for worker, (ids, foreseen) in zip(self.workers, found, strict=True):
+            if foreseen is None:
+                pending = self.ask(worker, ids, self.steps, trains=True, complete=True)
+            else:
+                foreseen.wait(pending := Pending())
+                self.ask(worker, ids[:0], self.steps, trains=True, complete=True)
+            self.check_rows(pending, ids)
+        return [ids for ids, _ in found]
+
+    def check_rows(self, pending: Pending, ids: Array) -> None:
+        rows = np.asarray(pending.wait().sum).view(np.float32).reshape(-1, 3)
+        np.testing.assert_array_equal(rows, self.table.pull(ids))
+
+    def add(self, worker: ElasticWorker, ids: Array, gradients: Array) -> Pending:
+        pending = Pending()
+        worker.add(self.number, ids, gradients, self.steps, SCALARS.pack(), pending)
+        return pending
+
+    def begin_step(self, workers: int = 3) -> tuple[list[Pending], list[tuple[Array, Array]]]:
+        """A step to which the first `workers` have added, and what all add."""
+        found = self.look_up()
+        parts = [(ids, self.random.normal(size=(len(ids), 3)).astype(np.float32)) for ids in found]
+        pushed = zip(self.workers[:workers], parts, strict=False)
+        return [self.add(worker, *part) for worker, part in pushed], parts
+
+    def end_step(self, begun: tuple[list[Pending], list[tuple[Array, Array]]]) -> None:
+        added, parts = begun
+        rest = list(zip(self.workers, parts, strict=True))[len(added) :]
+        for pending in [*added, *(self.add(worker, *part) for worker, part in rest)]:
+            pending.wait()
+        self.table.update(parts, SCALARS, self.steps)
+        self.steps += 1
+
+    def train(self, steps: int, *, ahead: bool = False) -> None:
+        for _ in range(steps):
+            begun = self.begin_step(2 if ahead else 3)
+            if ahead:
+                self.foresee()
+            self.end_step(begun)
+
+    def put(self, ids: Array, rows: Array, identity: str) -> None:
+        """All replace rows."""
+        arguments = self.number, self.steps, ids, rows, identity
+        together(*(functools.partial(worker.put_rows, *arguments) for worker in self.workers))
+        self.table.put(ids, rows)
+
+    def check(self) -> None:
+        """All workers read all rows as they should be."""
+        for worker in self.workers:
+            self.check_rows(self.ask(worker, IDS, self.steps, trains=False), IDS)
+
+    def kept(self) -> list[int]:
+        """How many steps of gradients each worker keeps."""
+        found = [worker._buckets[self.number].log for worker in self.workers]
+        return [len(each._log) for each in found if each is not None]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_training_goes_on_where_it_was(cluster: Cluster, tmp_path: Path, every: int, steps: int) -> None:
+    job = Training(cluster, config(tmp_path, every))
+    job.train(steps)
+    job.lose(0)
+    job.check()
+    job.train(2)
+    job.servers[0] = cluster.pserver(3)
+    job.lose_to(1, 0)
+    job.train(2 * every + 1, ahead=True)
+    job.check()
+
+
+@pytest.mark.parametrize("added", [0, 1, 2])
+def test_a_step_in_flight_is_done_once(cluster: Cluster, tmp_path: Path, added: int) -> None:
+    job = Training(cluster, config(tmp_path))
+    job.train(4)
+    step = job.begin_step(added)
+    job.foresee()  # waits for that step, or is answered by pservers that are lost then
+    job.lose(1)
+    job.end_step(step)
+    job.train(4, ahead=True)
+    job.check()
+
+
+def test_rows_that_were_asked_for_come_from_the_next_pservers(cluster: Cluster, tmp_path: Path) -> None:
+    job = Training(cluster, config(tmp_path))
+    job.train(4)
+    ids = job.draw(20)
+    waiting = [job.ask(worker, ids, job.steps + 1, trains=False) for worker in job.workers]
+    job.lose(0)
+    job.train(1)
+    for pending in waiting:
+        job.check_rows(pending, ids)
+
+
+def test_the_only_pserver_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    job = Training(cluster, config(tmp_path), pservers=1)
+    job.train(5)
+    job.servers[0].stop(0)
+    again = ParameterServer("127.0.0.1", job.servers[0].port, workers=3)
+    cluster.callback(again.stop, 0.2)
+    job.train(2)
+    job.check()
+    job.goes_on_with([again])
+
+
+def test_replaced_rows_are_in_a_snapshot(cluster: Cluster, tmp_path: Path) -> None:
+    """Before the first step and between steps: one pserver is lost at once, another one joins."""
+    job = Training(cluster, config(tmp_path))
+    for number in range(3):
+        job.put(np.sort(job.draw(20)), np.full((20, 3), 1.0 + number, np.float32), f"{number}")
+        job.lose(0)
+        job.check()
+        job.train(2 * number)
+        job.servers = [job.servers[1], cluster.pserver(3)]
+        moving.offer(*(server.address for server in job.servers), 3, moving.Security())
+        poll(lambda: all(len(worker.links()) == 2 for worker in job.workers))
+        job.check()
+
+
+def test_changes_are_written_and_what_is_not_needed_goes(cluster: Cluster, tmp_path: Path) -> None:
+    job = Training(cluster, config(tmp_path, every=1))
+    for _ in range(40):
+        job.train(1)
+        assert len(list(tmp_path.glob("*/*"))) < 15
+    job.lose(0)
+    job.check()
+    assert max(job.kept()) <= 2
+    assert list(tmp_path.rglob("*.gone.0.npz")) == []
+
+
+def test_a_table_that_gets_another_optimizer_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    job = Training(cluster, config(tmp_path))
+    job.train(4)
+    sgd = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (3,), (False,))
+    spec = dataclasses.replace(SPEC, update=sgd)
+    job.declare([bucket(spec, replaces=TABLE)])
+    job.table.change(spec)
+    job.number = TABLE + 1
+    job.train(2)
+    job.lose(0)
+    job.check()
+    job.train(2)
+    job.check()
+
+
+def test_a_lost_worker_does_not_stop_that(cluster: Cluster, tmp_path: Path) -> None:
+    job = Training(cluster, config(tmp_path, every=10))
+    job.train(2)
+    job.leave(0)
+    job.train(2)  # the first reply without it, and then a snapshot
+    job.lose(0)
+    job.train(3)
+    job.check()
+
+
+def test_who_joined_goes_on_as_well(cluster: Cluster, tmp_path: Path) -> None:
+    job = Training(cluster, config(tmp_path, every=10))
+    job.leave(0)
+    job.train(2)
+    job.newcomer(0, [*job.specs, bucket()])
+    job.workers.sort(key=lambda worker: worker.rank)
+    job.train(2)
+    job.lose(0)
+    job.check()
+    job.train(2, ahead=True)
+    job.check()
+
+
+def test_what_nobody_has_ends_the_job_by_name(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker and a pserver are lost together: nobody has the gradients of the worker any more."""
+    monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
+    job = Training(cluster, config(tmp_path, every=10))
+    job.train(3)
+    gone = job.workers.pop()
+    gone.close("SIGTERM")
+    job.servers[0].stop(0)
+    for worker in job.workers:
+        error = refused(lambda worker=worker: job.ask(worker, IDS, job.steps, trains=False))
+        assert isinstance(error, WorkerLostError)
+        assert "nobody has all that a lost pserver kept of 'user' any more" in str(error)
+
+
+def test_rows_that_only_some_have_replaced_end_the_job_by_name(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lowest rank has not had a snapshot written when a pserver is lost."""
+    job = Training(cluster, config(tmp_path))
+    job.train(4)
+
+    def have_replaced(worker: ElasticWorker) -> bool:
+        kept = worker._buckets[TABLE].log
+        return kept is not None and 4 in kept.snapshots and kept.snapshots[4].assigned == 1
+
+    def lose(self: PserverClient, *arguments: Argument) -> None:
+        poll(lambda: all(map(have_replaced, job.workers[1:])))
+        job.lose(0)
+        raise PserverLostError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PserverClient, "save_rows", lose)
+        rows = np.ones((len(IDS), 3), np.float32)
+        with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept of 'user'"):
+            job.put(IDS, rows, "1")
+
+
+def test_a_snapshot_that_cannot_be_written_ends_the_job_by_name(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = Training(cluster, config(tmp_path / "file"))
+    with pytest.raises(TfpsError, match=r"snapshot of table 'user'.*snapshot_folder.*could not be written to .*/file"):
+        job.train(4)
+
+
+def test_without_a_folder_a_lost_pserver_ends_the_job(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Training(cluster, config(None))
+    assert "rows of table 'user' alone" in caplog.text
+    job.train(1)
+    job.servers[0].stop(0)
+    with pytest.raises(PserverLostError):
+        job.train(2)
+
+
+def test_nothing_of_the_tables_size_is_on_a_worker(cluster: Cluster, tmp_path: Path) -> None:
+    job = Training(cluster, config(tmp_path, every=2))
+    sizes = []
+    for begin in range(0, 40_000, 10_000):
+        ids = np.arange(begin, begin + 10_000)
+        gradients = np.ones((len(ids), 3), np.float32)
+        for pending in [job.add(worker, ids, gradients) for worker in job.workers]:
+            pending.wait()
+        job.steps += 1
+        sizes.append(max(job.kept()))
+    assert max(sizes) <= 2
