@@ -12,11 +12,12 @@ import pytest
 from jobs import Cluster, Pending, poll, together
 from moving import refused
 
-from tfps.config import Config
+from tfps.config import Config, Security
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec, Foreseen
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import regrouping
+from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
@@ -118,7 +119,7 @@ class Training(moving.Job):
         together(*(functools.partial(worker.put_rows, *arguments) for worker in self.workers))
         self.table.put(ids, rows)
 
-    def check(self) -> None:
+    def check_all(self) -> None:
         """All workers read all rows as they should be."""
         for worker in self.workers:
             self.check_rows(self.ask(worker, IDS, self.steps, trains=False), IDS)
@@ -135,12 +136,12 @@ def test_training_goes_on_where_it_was(cluster: Cluster, tmp_path: Path, every: 
     job = Training(cluster, config(tmp_path, every))
     job.train(steps)
     job.lose(0)
-    job.check()
+    job.check_all()
     job.train(2)
     job.servers[0] = cluster.pserver(3)
     job.lose_to(1, 0)
     job.train(2 * every + 1, ahead=True)
-    job.check()
+    job.check_all()
 
 
 @pytest.mark.parametrize("added", [0, 1, 2])
@@ -152,7 +153,7 @@ def test_a_step_in_flight_is_done_once(cluster: Cluster, tmp_path: Path, added: 
     job.lose(1)
     job.end_step(step)
     job.train(4, ahead=True)
-    job.check()
+    job.check_all()
 
 
 def test_rows_that_were_asked_for_come_from_the_next_pservers(cluster: Cluster, tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_the_only_pserver_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     again = ParameterServer("127.0.0.1", job.servers[0].port, workers=3)
     cluster.callback(again.stop, 0.2)
     job.train(2)
-    job.check()
+    job.check_all()
     job.goes_on_with([again])
 
 
@@ -183,12 +184,12 @@ def test_replaced_rows_are_in_a_snapshot(cluster: Cluster, tmp_path: Path) -> No
     for number in range(3):
         job.put(np.sort(job.draw(20)), np.full((20, 3), 1.0 + number, np.float32), f"{number}")
         job.lose(0)
-        job.check()
+        job.check_all()
         job.train(2 * number)
         job.servers = [job.servers[1], cluster.pserver(3)]
-        moving.offer(*(server.address for server in job.servers), 3, moving.Security())
+        offer(job.servers[0].address, job.servers[1].address, 3, Security())
         poll(lambda: all(len(worker.links()) == 2 for worker in job.workers))
-        job.check()
+        job.check_all()
 
 
 def test_changes_are_written_and_what_is_not_needed_goes(cluster: Cluster, tmp_path: Path) -> None:
@@ -196,9 +197,12 @@ def test_changes_are_written_and_what_is_not_needed_goes(cluster: Cluster, tmp_p
     for _ in range(40):
         job.train(1)
         assert len(list(tmp_path.glob("*/*"))) < 15
-    job.lose(0)
-    job.check()
     assert max(job.kept()) <= 2
+    job.lose(0)
+    job.check_all()
+    for worker in job.workers:
+        worker.close()
+    poll(lambda: list(tmp_path.iterdir()) == [])
     assert list(tmp_path.rglob("*.gone.0.npz")) == []
 
 
@@ -212,9 +216,9 @@ def test_a_table_that_gets_another_optimizer_goes_on(cluster: Cluster, tmp_path:
     job.number = TABLE + 1
     job.train(2)
     job.lose(0)
-    job.check()
+    job.check_all()
     job.train(2)
-    job.check()
+    job.check_all()
 
 
 def test_a_lost_worker_does_not_stop_that(cluster: Cluster, tmp_path: Path) -> None:
@@ -224,7 +228,7 @@ def test_a_lost_worker_does_not_stop_that(cluster: Cluster, tmp_path: Path) -> N
     job.train(2)  # the first reply without it, and then a snapshot
     job.lose(0)
     job.train(3)
-    job.check()
+    job.check_all()
 
 
 def test_who_joined_goes_on_as_well(cluster: Cluster, tmp_path: Path) -> None:
@@ -235,9 +239,9 @@ def test_who_joined_goes_on_as_well(cluster: Cluster, tmp_path: Path) -> None:
     job.workers.sort(key=lambda worker: worker.rank)
     job.train(2)
     job.lose(0)
-    job.check()
+    job.check_all()
     job.train(2, ahead=True)
-    job.check()
+    job.check_all()
 
 
 def test_what_nobody_has_ends_the_job_by_name(
@@ -251,7 +255,7 @@ def test_what_nobody_has_ends_the_job_by_name(
     gone.close("SIGTERM")
     job.servers[0].stop(0)
     for worker in job.workers:
-        error = refused(lambda worker=worker: job.ask(worker, IDS, job.steps, trains=False))
+        error = refused(functools.partial(job.ask, worker, IDS, job.steps, trains=False))
         assert isinstance(error, WorkerLostError)
         assert "nobody has all that a lost pserver kept of 'user' any more" in str(error)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from tfps.errors import (
@@ -25,10 +26,11 @@ from tfps.errors import (
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
 from tfps.membership.members import Applicant, Members, Resumed, State
-from tfps.membership.view import View
+from tfps.membership.view import View, run_of
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import Answer, OwnedSlice
+from tfps.tables.files import remove_all_saves
 from tfps.wire import frames
 from tfps.wire.control import bucket_message, layout_message
 from tfps.wire.frames import Header, Kind
@@ -151,6 +153,14 @@ class Elastic(abc.ABC):
         own = self._membership.resumed
         if self.is_of(resumed.incarnation) and (own is None or own.generation < resumed.generation):
             self.fail(PserverLostError(resumed.reason))
+
+    def _remove_snapshots(self) -> None:
+        """Removes those of tables: nobody needs them any more."""
+        if folder := self._shard.config.snapshot_folder:
+            try:
+                remove_all_saves(Path(folder) / run_of(self.first_incarnation))
+            except OSError as error:
+                self._log(f"could not remove its snapshots in {folder}: {error}")
 
     def offer(self, address: str) -> None:
         """Tells the workers of a pserver that is to take part. UnsupportedError: they cannot go on with others."""

@@ -190,6 +190,7 @@ class Job(Elastic):
             self._go(member)
             if self._failure is None and self._membership.over:
                 self._log("has ended: all its workers have left")
+                self._remove_snapshots()
             self._changed.notify_all()
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))

@@ -243,6 +243,14 @@ def remove_saves(folder: str | Path, names: Iterable[str]) -> None:
             old.rmdir()
 
 
+def remove_all_saves(folder: Path) -> None:
+    """Removes all saves in a folder, and the folder if it is empty then; others may do so, too. OSError: it cannot."""
+    if folder.is_dir():
+        remove_saves(folder / "any", [path.name for path in folder.iterdir() if path.is_dir()])
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
 def saved_update(folder: str | Path, name: str) -> UpdateSpec:
     """By which rule the rows of a saved table were updated. ConfigError: there is no such save."""
     return _shards(Path(folder), name)[0].spec.update
