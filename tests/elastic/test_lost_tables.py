@@ -70,6 +70,6 @@ def test_rows_outlive_their_pserver(
     snapshots = tmp_path / "snapshots"
     more = {**more, "TFPS_SNAPSHOT_STEPS": "3", "TFPS_SNAPSHOT_FOLDER": str(snapshots)}
     found = trained(tmp_path, kind, faults_of, more)
-    assert list(snapshots.rglob("*.npz"))
+    assert not list(snapshots.glob("*"))  # they go when the job ends
     plain = "arrays table" + (" eagerly" if "eagerly" in kind else "") + (" adam" if "adam" in kind else "")
     assert same(found, undisturbed(plain, more.get("DEVICES", "1")))
