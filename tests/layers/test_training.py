@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -40,6 +40,11 @@ LARGEST = np.iinfo(np.int64)
 Build = Callable[[], Optimizer]
 
 
+def marked(names: Iterable[str], *quick: str) -> list[object]:
+    """Parameters, of which others than the `quick` ones are long."""
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.long]) for name in names]
+
+
 # Training
 
 
@@ -57,12 +62,10 @@ RULES: dict[str, Build] = {
 }
 # TensorFlow divides by a root by multiplying with its own reciprocal root.
 CLOSE = ("Adagrad", "RMSprop", "RMSprop centered", "Adadelta")
-QUICK = ("SGD", "Adam", "Adagrad", "Ftrl")
+QUICK = ("SGD", "Adam")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in RULES]
-)
+@pytest.mark.parametrize("name", marked(RULES, *QUICK))
 def test_rows_that_are_each_once_in_every_batch_train_bitwise_as_keras_does(name: str) -> None:
     random = np.random.default_rng(0)
     x = np.concatenate([random.permutation(BATCH * WORDS).reshape(BATCH, WORDS) for _ in range(4)])
@@ -192,7 +195,7 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", marked(LOOPS, "mixed", "in_one_function", "looked_up_within"))
 def test_loops_of_ones_own_train_as_fit_does(name: str) -> None:
     reference, layer = DenseTable(ROWS), embedding(None)
     trained(reference, keras.optimizers.Adagrad(0.2), *data())
@@ -221,7 +224,7 @@ def test_a_branch_that_is_not_taken_updates_no_row() -> None:
         assert (layer.read_rows([0]) != before).all() == looks
 
 
-@pytest.mark.parametrize("name", ["map", "rnn", "recomputed", "loss"])
+@pytest.mark.parametrize("name", marked(["map", "rnn", "recomputed", "loss"], "rnn"))
 def test_gradients_without_ids_are_refused_with_what_to_do(name: str) -> None:
     layer, (x, y) = embedding(ROWS, 10, name="users"), data()
     layer.build()
@@ -310,7 +313,7 @@ def test_combined_ids_train_as_a_dense_table_does(kind: str) -> None:
     np.testing.assert_allclose(layer.read_rows(np.arange(ROWS)), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", marked(["mixed_float16", "mixed_bfloat16"], "mixed_float16"))
 def test_mixed_precision_keeps_rows_in_float32(policy: str) -> None:
     keras.config.set_dtype_policy(policy)
     try:
@@ -338,8 +341,8 @@ def _all_of(model: Model, layer: Layer, losses: list[float]) -> list[bytes]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"rows": ROWS},
         {"rows": None, "optimizer": "adagrad"},
+        pytest.param({"rows": ROWS}, marks=pytest.mark.long),
         pytest.param({"rows": ROWS, "steps_per_execution": 3}, marks=pytest.mark.long),
         pytest.param({"rows": None, "run_eagerly": True}, marks=pytest.mark.long),
     ],

@@ -48,7 +48,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Options
 from tfps.worker.current import CurrentWorker
-from tfps.worker.elastic_tables import ElasticTables
+from tfps.worker.elastic_joining import ElasticJoining
 from tfps.worker.kept import Push, packed, unpacked
 from tfps.worker.kept_rows import KeptTable
 from tfps.worker.meeting import meet, pservers_now
@@ -66,7 +66,7 @@ _MOST_CONNECT_S = 15.0  # for all to begin anew, once they have met
 _SAID_S = 10.0  # between log lines of a wait
 
 
-class ElasticWorker(CurrentWorker, ElasticTables):
+class ElasticWorker(CurrentWorker, ElasticJoining):
     """An `Exchange` over one `Worker` after the other. The constructor is that of `Worker`."""
 
     def __init__(
@@ -153,68 +153,7 @@ class ElasticWorker(CurrentWorker, ElasticTables):
     def set_residual(self, bucket: int, values: Floats) -> None:
         self._call(lambda worker: worker.set_residual(bucket, values))
 
-    # A job under way
-
-    @contextlib.contextmanager
-    def trying_out(self) -> Iterator[None]:
-        self._tries_out = True
-        try:
-            with self._worker.trying_out():
-                yield
-        finally:
-            self._tries_out = False
-            if (newcomer := self._worker.newcomer) is not None:
-                newcomer.tries_out = False
-
-    def take_part(self, training: int) -> Sequence[int] | None:
-        def take_part(worker: Worker) -> Sequence[int] | None:
-            lines = list(worker.lines())
-
-            def joined() -> None:
-                with self._changed:
-                    self._check_current(worker)  # else it asks again
-                    self._is_candidate = False
-                    self._lines, self._declarations = lines, worker.declarations
-                    self._know(worker)
-                    for number, bucket in enumerate(self._buckets):
-                        bucket.replies = worker.steps(number)
-                        if bucket.log is not None:
-                            bucket.log.begin(bucket.replies)
-
-            worker.on_joined = joined
-            return worker.take_part(training)
-
-        return self._call(take_part)
-
-    def lines(self) -> Sequence[str]:
-        return self._call(lambda worker: worker.lines())
-
-    def candidates(self, training: int) -> list[int]:
-        return self._call(lambda worker: worker.candidates(training))
-
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
-        before, self._admitting = self.view.ranks, candidates
-        try:
-            while True:
-                worker = self._call(lambda now: now)
-                try:
-                    found = worker.admit(candidates)
-                    for bucket in self._buckets:
-                        with bucket.lock:
-                            if bucket.log is not None and found is not None:
-                                bucket.log.admit(self.rank, worker, tuple(found))
-                    with self._changed:
-                        self._ended.difference_update(worker.view.ranks)
-                    return found
-                except (PserverLostError, ClosedError):
-                    if not self._is_lost(worker):
-                        raise
-                # Once it goes on with other pservers, all know whether anybody was admitted; if not, all call it again.
-                self._call(lambda _: None)
-                if set(candidates).intersection(self._expected):
-                    return list(before)
-        finally:
-            self._admitting = ()
+    # Calls
 
     def _call(
         self, what: Callable[[Worker], _T], stop: threading.Event | None = None, *, after_replay: bool = True
