@@ -50,6 +50,19 @@ def layer_eagerly(job: Job) -> Results:
     return layer(job, run_eagerly=True)
 
 
+def sparse(job: Job) -> Results:
+    """TensorFlow cannot read the parts without rows that it makes of sparse batches."""
+    x, y = data(ROWS)
+    batches = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), y)).batch(BATCH)
+
+    def build() -> keras.Model:
+        inputs = L.Input((64,), sparse=True)
+        return keras.Model(inputs, L.Dense(10)(inputs))
+
+    model = job.compiled(lambda: SGD(0.1), build=build)
+    return {**history(model.fit(batches, epochs=2, verbose=0)), **weights(model)}
+
+
 class Counted(keras.Model):
     """Returns an array of one number, which looks like the value of a row."""
 

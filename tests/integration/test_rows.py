@@ -21,12 +21,12 @@ WHOLE = [  # of programs_whole.py
     *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
     *("annealed_eagerly", "dice", "each_row", "lookups", "nested_lookups"),
 ]
-NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled"]  # of programs_no_rows.py
+NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]  # of programs_no_rows.py
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
     (2, 1): [
         *("updated_in_the_step", "normalized", "evaluated_evenly_after_an_uneven_batch", "convolutional"),
-        *("scalar_losses", "own_steps"),
+        *("scalar_losses", "own_steps", "sparse"),
     ],
     (2, 2): [
         *("one_row_in_all", "worker_without_rows", "lookups"),

@@ -133,7 +133,7 @@ def distribute_dataset(
     if extended.changes and extended.shards and shard_policy(dataset) != AutoShardPolicy.OFF:
         return _distribute_whole(extended, dataset, options)
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
-    if in_python or (context.num_replicas_in_sync > 1 and has_scalars(dataset)):
+    if in_python or (context.num_replicas_in_sync > 1 and (has_scalars(dataset) or has_sparse(dataset))):
         return _distribute_rows(extended, dataset, options)
     if options and options.experimental_replication_mode == PER_REPLICA:
         raise UnsupportedError(
@@ -269,6 +269,16 @@ def has_scalars(dataset: Batches) -> bool:
         return False
     ranks = {getattr(getattr(spec, "shape", None), "rank", None) for spec in tf.nest.flatten(dataset.element_spec)}
     return 0 in ranks and len(ranks) > 1
+
+
+def has_sparse(dataset: Batches) -> bool:
+    """Returns whether to cut batches with sparse tensors here: TensorFlow's empty parts of these cannot be read.
+
+    Not where workers read different files, which TensorFlow alone knows.
+    """
+    if not isinstance(dataset, tf.data.Dataset) or shard_policy(dataset) == AutoShardPolicy.FILE:
+        return False
+    return any(isinstance(spec, tf.SparseTensorSpec) for spec in tf.nest.flatten(dataset.element_spec))
 
 
 def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) -> tf.data.Dataset:

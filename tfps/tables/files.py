@@ -237,7 +237,7 @@ def remove_saves(folder: str | Path, names: Iterable[str]) -> None:
             raise ConfigError(f"a save that is removed must be a folder beside {folder}, got {name!r}")
         old = Path(folder).parent / name
         for path in sorted(old.glob("*-of-*")) if old.is_dir() else ():
-            if re.search(r"-\d+-of-\d+(\.json|(\.gone)?\.\d+\.npz)$", path.name):
+            if re.search(r"-\d+-of-\d+(\.json|(\.gone)?\.\d+\.npz)(\.partial)?$", path.name):
                 path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             old.rmdir()
