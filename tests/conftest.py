@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 _LONGEST = (
     *("test_load.py", "test_chaos.py", "test_fuzz_server.py"),
     *("test_rows.py", "test_programs.py", "test_exactness.py", "test_fuzz_programs.py", "test_remote_bucket.py"),
+    *("test_training.py", "test_tables.py", "test_embedding.py", "test_lost_tables.py", "test_tables_saving.py"),
     *("test_semantics.py", "test_remote_updates.py", "test_local_programs.py", "test_divergence.py", "test_workers.py"),
     *("test_combinations.py", "test_machine.py", "test_strategy.py", "test_failures.py", "test_async.py"),
     *("test_input.py", "test_interrupted.py", "test_unseeded.py", "test_outer.py", "test_worker_starts.py"),

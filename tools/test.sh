@@ -19,7 +19,7 @@ fi
 # What --quick leaves out: tests that need TensorFlow, start processes or browsers, or run tools. A new file of tests
 # belongs to it until it is named here.
 slow=(
-    tests/{chaos,collectives,doctor,elastic,graph,input,integration,keras_hooks,models,policies,programs,ray,runtime}
+    tests/{chaos,collectives,doctor,elastic,graph,input,integration,keras_hooks,layers,models,policies,programs,ray,runtime}
     tests/{strategy,tensorboard,tools,updates}
     tests/membership/test_exhaustive.py
     tests/launch/test_{cli,kubernetes,options,remote,rendezvous,slurm,ssh,ssh_failures,supervisor,terminal}.py
