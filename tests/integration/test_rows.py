@@ -21,7 +21,8 @@ WHOLE = [  # of programs_whole.py
     *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
     *("annealed_eagerly", "dice", "each_row", "lookups", "nested_lookups"),
 ]
-NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]  # of programs_no_rows.py
+# Of programs_no_rows.py.
+NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
     (2, 1): [
