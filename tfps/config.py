@@ -99,8 +99,8 @@ class Config:
             pservers. None: it does not. Each step more costs the memory of a gradient (docs/faults.md). With "diloco"
             and "local": after how many exchanges. With "async" workers keep no gradients, but the newest parameters,
             and a snapshot of slots alone.
-        snapshot_folder: with `snapshot_steps` and mode "sync", for models with tables (docs/recommenders.md): where
-            pservers write snapshots of these, a folder that all of them reach. Else a lost pserver ends such a job.
+        snapshot_folder: with `snapshot_steps`, for models with tables (docs/recommenders.md): where pservers write
+            snapshots of these, a folder that all of them reach. Else a lost pserver ends such a job.
         rejoin_timeout_s: seconds that training waits for others to join when fewer than `min_workers` are left, or for
             a pserver to come back when none is left; and that one who joins waits until the others let it take part.
         on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
@@ -245,12 +245,11 @@ class Config:
             )
         if self.grace_s != Config.grace_s and self.quorum == 1:
             raise ConfigError(f"grace_s is for a quorum below 1: else all are waited for, got {self.grace_s!r}")
-        if self.snapshot_folder and (self.snapshot_steps is None or mode != "sync"):
+        if self.snapshot_folder and self.snapshot_steps is None:
             raise ConfigError(
-                "snapshot_folder is for snapshot_steps with mode='sync', got "
-                f"snapshot_steps={self.snapshot_steps!r} and mode={mode!r}"
+                f"snapshot_folder is for snapshot_steps: give both, got snapshot_folder={self.snapshot_folder!r} alone"
             )
-        if self.snapshot_folder and update == "worker":
+        if self.snapshot_folder and (mode, update) == ("sync", "worker"):
             if self.min_workers is None or self.quorum != 1:
                 raise ConfigError(
                     f"snapshot_folder is for min_workers without a quorum, got min_workers={self.min_workers!r} and "

@@ -69,12 +69,15 @@ def test_so_do_workers_that_train_apart(tmp_path: Path, case: str, point: str) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_so_do_workers_that_are_not_in_step_and_each_batch_is_used_once(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "table"), [("SGD", False), ("Adam", False), ("Adam", True)])
+def test_so_do_workers_that_are_not_in_step_and_each_batch_is_used_once(
+    tmp_path: Path, optimizer: str, table: bool
+) -> None:
     """The first pserver counts the batches that have been handed out."""
     epochs, more = 3, {"TFPS_SNAPSHOT_STEPS": "3", "TFPS_MODE": "async", "TFPS_UPDATE": "server"}
     # With a bound all have made some steps by then, and so have what they need.
     more |= {"TFPS_STALENESS": "4", "OPTIMIZER": optimizer}
+    more |= {"TFPS_SNAPSHOT_FOLDER": str(tmp_path / "snapshots"), "TABLE": ""} if table else {}
     found = saved(tmp_path, "handed_out.py", [str(epochs)], [1, 8, "before a push"], more)
     for epoch in range(epochs):
         weights, steps, _ = zip(*(each[epoch] for each in found), strict=True)

@@ -199,3 +199,25 @@ def test_who_has_joined_has_no_part_and_no_push_before() -> None:
 
 def test_parts_that_were_cut_differently_are_no_snapshot() -> None:
     assert begins({4: TWO}, {4: ALL}, {4: NOTHING}, steps=(4, 4, 4)) is None
+
+
+def files(*held: Newest, ranks: frozenset[int] = frozenset({0, 1, 2})) -> str | None:
+    """The files with which a table goes on of which ranks 0, 1, ... know this; None: nobody knows them."""
+    reports = {rank: of(SEES, ranks=ranks, steps=(4,), newest={0: each}) for rank, each in enumerate(held)}
+    found = agreed(reports, waited=True)
+    return None if found.gone else found.folders[0]
+
+
+def test_in_mode_async_a_table_goes_on_with_the_newest_files() -> None:
+    unknown, old, new = Newest(1, folder="", saved=0), Newest(1, folder="3", saved=3), Newest(1, folder="7", saved=7)
+    assert files(unknown, old, new) == "7"
+    assert files(old, unknown, unknown) == "3"
+    assert files(unknown, unknown, unknown) is None
+    assert files(old, old, Newest(0, folder="3", saved=3)) is None  # it has not replaced rows yet
+
+
+def test_before_the_first_files_a_table_is_as_it_was_declared() -> None:
+    nothing = Newest(0, folder="", saved=0)
+    assert files(nothing, nothing, nothing) == ""
+    assert files(nothing, nothing, ranks=LEFT) == ""
+    assert files(nothing, nothing) is None  # the third may have had some written

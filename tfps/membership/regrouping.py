@@ -42,6 +42,8 @@ class Newest:
     ranks: Sequence[int] = ()  # who have the parts of the snapshot of the slots
     snapshot_assigned: int = 0  # as `assigned`, before the snapshot
     reads: int = 0  # at barriers, where it gets what all will have
+    folder: str | None = None  # of a table: where the files of its last snapshot are; empty: the worker does not know
+    saved: int = 0  # of a table: how many steps are in these
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +117,11 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
             if snapshot is None:
                 gone.append(bucket)
             else:
-                steps[bucket], folder = snapshot
-                if folder:
-                    folders[bucket] = folder
+                steps[bucket], folders[bucket] = snapshot
         elif any(bucket in report.newest for report in here):
             held = [report.newest.get(bucket, Newest(0)) for report in here]
-            gone += [] if _is_whole(held, present) else [bucket]
+            folders[bucket] = max(held, key=lambda each: each.saved).folder or ""
+            gone += [] if _is_whole(held, present, lost | expected.difference(present)) else [bucket]
             reads = [each.reads for each in held]
             if len(set(reads)) > 1:
                 newest[bucket] = present[reads.index(max(reads))]
@@ -135,11 +136,13 @@ def conclude(reports: Mapping[int, Report], waited: bool, known: bool = True) ->
     )
 
 
-def _is_whole(held: Sequence[Newest], present: Sequence[int]) -> bool:
-    """Whether what `present` have makes a whole."""
+def _is_whole(held: Sequence[Newest], present: Sequence[int], absent: Collection[int]) -> bool:
+    """Whether what `present` have makes a whole, without `absent`. A table without a snapshot is as it was declared."""
     assigned = held[0].assigned
     if any(each.assigned != assigned for each in held):
         return False  # parameters of some are those from before
+    if any(each.folder is not None for each in held):
+        return any(each.folder for each in held) or (assigned == 0 and not absent)
     has_slots = assigned > 0 and held[0].slots  # before the first values, pservers keep nothing
     return not has_slots or all(
         tuple(each.ranks) == tuple(present) and each.snapshot_assigned == assigned for each in held

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
+import uuid
 import weakref
 from collections.abc import Sequence
 
@@ -256,8 +257,7 @@ def _slots(rule: str, optimizer: Optimizer) -> dict[str, float]:
 # looked nothing up: TensorFlow makes one row of zeros of index 0.
 _SIGN = -(2**63)
 
-
-_ROWS = "TfpsRowsOfTable"
+_ROWS = f"TfpsRowsOfTable{uuid.uuid4().hex}"  # TensorFlow takes each name once, but this module may be imported again
 
 
 def _of_rows(inputs: Sequence[tf.Tensor], upstream: Value, *_: Value) -> list[Value]:

@@ -302,20 +302,24 @@ class MemberStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ..., shared_memory: bool = ..., busy_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class Newest(_message.Message):
-    __slots__ = ["assigned", "bucket", "ranks", "reads", "slots", "snapshot_assigned"]
+    __slots__ = ["assigned", "bucket", "folder", "ranks", "reads", "saved", "slots", "snapshot_assigned"]
     ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     assigned: int
     bucket: int
+    folder: str
     ranks: _containers.RepeatedScalarFieldContainer[int]
     reads: int
+    saved: int
     slots: bool
     snapshot_assigned: int
-    def __init__(self, bucket: _Optional[int] = ..., assigned: _Optional[int] = ..., slots: bool = ..., ranks: _Optional[_Iterable[int]] = ..., snapshot_assigned: _Optional[int] = ..., reads: _Optional[int] = ...) -> None: ...
+    def __init__(self, bucket: _Optional[int] = ..., assigned: _Optional[int] = ..., slots: bool = ..., ranks: _Optional[_Iterable[int]] = ..., snapshot_assigned: _Optional[int] = ..., reads: _Optional[int] = ..., folder: _Optional[str] = ..., saved: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ["failure"]

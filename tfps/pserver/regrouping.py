@@ -170,11 +170,14 @@ def _report(message: pb.Report) -> Report:
         results={each.bucket: tuple(each.ranks) for each in message.results},
         reason=message.reason,
         snapshots=_snapshots(message.snapshots),
-        newest={
-            each.bucket: Newest(each.assigned, each.slots, tuple(each.ranks), each.snapshot_assigned, each.reads)
-            for each in message.newest
-        },
+        newest={each.bucket: _newest(each) for each in message.newest},
     )
+
+
+def _newest(message: pb.Newest) -> Newest:
+    folder = message.folder if message.HasField("folder") else None
+    assigned = message.assigned, message.slots, tuple(message.ranks), message.snapshot_assigned
+    return Newest(*assigned, message.reads, folder, message.saved)
 
 
 def _snapshots(messages: Iterable[pb.Snapshot]) -> dict[int, dict[int, Snapshot]]:

@@ -434,9 +434,9 @@ class AppliesEach(TableSlice):
         return self._of_rank.get(rank, 0) >= step
 
     def _check_step(self, rank: int, step: int) -> None:
-        expected = self._of_rank.setdefault(rank, step)
-        if step > expected + 1:
-            raise ProtocolError(f"step of {self.label} must be at most {expected + 1} for rank {rank}, got {step}")
+        most = self._of_rank.setdefault(rank, step) + _MOST_AHEAD
+        if step > most:
+            raise ProtocolError(f"step of {self.label} must be at most {most} for rank {rank}, got {step}")
 
     def _is_current(self, rank: int, step: int) -> bool:
         self._align()
@@ -450,6 +450,9 @@ class AppliesEach(TableSlice):
 
     def _add(self, push: Push, now_ns: int) -> list[Answer]:
         self._align()
+        rank, step, held = push.rank, push.header.step, self._held  # by whom nothing is applied
+        if not held and step > (expected := self._of_rank.setdefault(rank, step)):
+            raise ProtocolError(f"rank {rank} must push step {expected} of {self.label}, got {step}")
         return super()._add(push, now_ns)
 
     def _compare(self, other: int, theirs: StepScalars, rank: int, ours: StepScalars) -> None:

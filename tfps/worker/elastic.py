@@ -50,7 +50,7 @@ from tfps.types import Argument, Options
 from tfps.worker.current import CurrentWorker
 from tfps.worker.elastic_joining import ElasticJoining
 from tfps.worker.kept import Push, packed, unpacked
-from tfps.worker.kept_rows import KeptTable
+from tfps.worker.kept_rows import RowsPush
 from tfps.worker.meeting import meet, pservers_now
 from tfps.worker.replaying import ElasticBucket, kept
 from tfps.worker.worker import Worker
@@ -223,7 +223,7 @@ class ElasticWorker(CurrentWorker, ElasticJoining):
                 self._check_there(number)
                 bucket.pushes.append(push)
                 if (kept := self._kept_of(bucket)) is not None:
-                    waits = self._waits(bucket) or (isinstance(kept, KeptTable) and kept.saving is not None)
+                    waits = self._waits(bucket)
                     kept.add(push)
                     if waits:
                         return
@@ -242,7 +242,7 @@ class ElasticWorker(CurrentWorker, ElasticJoining):
         """Gives `push` to `worker`. Caller holds the bucket's lock."""
         kept = self._kept_of(self._buckets[number])
         try:
-            if isinstance(kept, KeptTable) and self._saves_before(number, worker, kept):
+            if isinstance(push, RowsPush) and self._saves_before(number, worker, push):
                 return
             if kept is not None:
                 kept.give(self.rank, worker)
@@ -504,7 +504,7 @@ class ElasticWorker(CurrentWorker, ElasticJoining):
             new.peers.quiesce()
         new.knows_as(old)
         # Nothing fails from here on.
-        answered = []
+        answered = self._drop_given()
         for number, last in found.items():
             bucket = self._buckets[number]
             with bucket.lock:
@@ -536,6 +536,8 @@ class ElasticWorker(CurrentWorker, ElasticJoining):
                 bucket.worker = new
                 for push in list(bucket.pushes) if number not in behind else ():
                     self._give(number, new, push)
+                if number not in behind:
+                    self._give_asks(number, new)
         self._start_replay(new, behind)
 
     def _exchange_results(self, new: Worker, results: Mapping[int, pb.Result]) -> dict[int, Reply]:

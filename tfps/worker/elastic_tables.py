@@ -20,12 +20,13 @@ from tfps.errors import ClosedError, ConnectError, PserverLostError, TfpsError, 
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import BucketSpec, FailureState, Foreseen, OnReply, Reply, SavedRows, declared
 from tfps.worker.kept import Push
-from tfps.worker.kept_rows import Ask, KeptTable, RowsPush
+from tfps.worker.kept_rows import Ask, KeptTable, NewestTable, RowsPush
 from tfps.worker.replaying import Replaying
 from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
 Ids = NDArray[np.int64]
+_NOTHING = np.empty(0, np.uint8)
 _T = TypeVar("_T")
 _LOST = (ClosedError, ConnectError, PserverLostError, WaitTimeoutError)
 
@@ -86,7 +87,8 @@ class ElasticTables(Replaying):
         # Of a step that had begun with other pservers these do not know all that was asked for.
         complete = ask.complete and ask.step > bucket.begun
         take = functools.partial(self._take_rows, number, worker, ask)
-        worker.ask(number, ask.ids, ask.step, take, trains=ask.trains, complete=complete, attempt=ask.attempt)
+        step = ask.step + bucket.ahead
+        worker.ask(number, ask.ids, step, take, trains=ask.trains, complete=complete, attempt=ask.attempt)
 
     def _give_asks(self, number: int, worker: Worker) -> None:
         for ask in list(self._buckets[number].asks):
@@ -108,7 +110,9 @@ class ElasticTables(Replaying):
         bucket = declared(self._buckets, table)
         with bucket.lock:
             worker = bucket.worker
-            if worker is None or bucket.behind or (found := worker.foresee(table, ids, step)) is None:
+            if worker is None or bucket.behind:
+                return None
+            if (found := worker.foresee(table, ids, step + bucket.ahead)) is None:
                 return None
         return _Foreseen(found, worker, ids, step, functools.partial(self._wait_for, table))
 
@@ -125,7 +129,29 @@ class ElasticTables(Replaying):
 
     def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
         push = RowsPush(None, on_reply, step_scalars=step_scalars, ids=ids, gradients=gradients, step=step)
-        self._push(table, push)
+        bucket = declared(self._buckets, table)
+        with bucket.lock:
+            bucket.added = step + 1
+            self._push(table, push)
+
+    def _drop_given(self) -> list[tuple[Push, Reply]]:
+        """Drops gradients that pservers may have had, in other modes than "sync", and counts steps as they do now.
+
+        Returns them, which are answered once all goes on.
+        """
+        answered: list[tuple[Push, Reply]] = []
+        for bucket in self._buckets:
+            if not isinstance(bucket.kept, NewestTable):
+                continue
+            with bucket.lock:
+                given = [push for push in bucket.pushes if push.given]
+                waiting = [push for push in bucket.pushes if not push.given]
+                bucket.pushes.clear()
+                bucket.pushes.extend(waiting)
+                first = waiting[0].step if waiting and isinstance(waiting[0], RowsPush) else bucket.added
+                bucket.ahead = bucket.replies - first
+            answered += [(push, Reply(sum=_NOTHING, step=bucket.replies)) for push in given]
+        return answered
 
     # Snapshots
 
@@ -134,37 +160,43 @@ class ElasticTables(Replaying):
         kept = self._buckets[number].kept
         if kept is None and self.rank == self._worker.view.ranks[0]:
             logger.warning(
-                "tfps: the loss of a pserver ends this job, as it has the rows of table '%s' alone: with mode='sync' "
-                "snapshot_steps and snapshot_folder let training survive that",
+                "tfps: the loss of a pserver ends this job, as it has the rows of table '%s' alone: snapshot_steps "
+                "and snapshot_folder let training survive that",
                 spec.name,
             )
-        if isinstance(kept, KeptTable) and spec.replaces is not None:
-            old = self._buckets[spec.replaces]
-            if isinstance(old.kept, KeptTable):
+        if isinstance(kept, KeptTable | NewestTable) and spec.replaces is not None:
+            old, bucket = self._buckets[spec.replaces], self._buckets[number]
+            bucket.added, bucket.ahead = old.added, old.ahead
+            if isinstance(old.kept, KeptTable | NewestTable):
                 kept.follow(old.kept)
             old.kept = None
 
-    def _saves_before(self, number: int, worker: Worker, kept: KeptTable) -> bool:
-        """Whether the next push waits for a snapshot, which this rank has pservers write. Caller holds the lock."""
-        if kept.saving is worker:
-            return True
-        if not kept.is_due or self.rank != kept.ranks[0]:
+    def _saves_before(self, number: int, worker: Worker, push: RowsPush) -> bool:
+        """Whether `push` waits for a snapshot, which this rank has pservers write. Caller holds the lock."""
+        bucket = self._buckets[number]
+        kept, push.ahead = self._kept_of(bucket), bucket.ahead
+        if not isinstance(kept, KeptTable | NewestTable):
             return False
-        kept.saving = worker
-        arguments = [number, worker, kept]
+        if kept.files.saving is worker:
+            return True
+        if not kept.is_due_of(self.rank, worker.view.ranks):
+            return False
+        kept.files.saving = worker
+        arguments = [number, worker, kept, push]
         threading.Thread(target=self._save, args=arguments, name="tfps-snapshot", daemon=True).start()
         return True
 
-    def _save(self, number: int, worker: Worker, kept: KeptTable) -> None:
-        """Takes a snapshot, and goes on; on its own thread, as it may take long."""
+    def _save(self, number: int, worker: Worker, kept: KeptTable | NewestTable, push: RowsPush) -> None:
+        """Takes a snapshot before `push`, and goes on; on its own thread, as it may take long."""
         bucket, name = self._buckets[number], self._worker.specs()[number].name
         try:
-            save, found = kept.write(worker)
+            save = kept.files.write(worker, push.step + push.ahead)
             with bucket.lock:
-                if bucket.worker is worker and kept.saving is worker:
-                    kept.taken(kept.ranks, save, found)
-                    kept.saving = None
-                    self._give(number, worker, kept.next)
+                if bucket.worker is worker and kept.files.saving is worker:
+                    kept.wrote(save)
+                    kept.files.saving = None
+                    for each in [push, *(other for other in bucket.pushes if not other.given and other is not push)]:
+                        self._give(number, worker, each)
         except TfpsError as error:
             if not (isinstance(error, _LOST) and self._is_lost(worker)):  # else all is given again
                 self.fail(type(error)(f"no snapshot of table '{name}' could be taken (snapshot_folder): {error}"))
@@ -174,7 +206,9 @@ class ElasticTables(Replaying):
     def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
         def save(worker: Worker) -> SavedRows:
             self._check_there(table)
-            return worker.save_rows(table, step, folder, name, since)
+            return worker.save_rows(table, step + bucket.ahead, folder, name, since)
+
+        bucket = declared(self._buckets, table)
 
         return self._call(save)
 
@@ -189,30 +223,30 @@ class ElasticTables(Replaying):
         alone: bool = False,
         seed: str = "",
     ) -> SavedRows:
-        def restore(worker: Worker) -> SavedRows:
+        def restore(worker: Worker, step: int) -> SavedRows:
             return worker.restore_rows(table, step, folders, name, identity, alone=alone, seed=seed)
 
-        return self._replace(table, restore)
+        return self._replace(table, step, restore)
 
     def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
-        def put(worker: Worker) -> SavedRows | None:
+        def put(worker: Worker, step: int) -> None:
             worker.put_rows(table, step, ids, rows, identity)
-            return None
 
-        self._replace(table, put)
+        self._replace(table, step, put)
 
-    def _replace(self, table: int, what: Callable[[Worker], _T]) -> _T:
+    def _replace(self, table: int, step: int, what: Callable[[Worker, int], _T]) -> _T:
         """Replaces rows and takes a snapshot of that, both again if a pserver is lost meanwhile."""
         bucket = declared(self._buckets, table)
 
         def replace(worker: Worker) -> _T:
             self._check_there(table)
-            found, kept, ranks = what(worker), self._kept_of(bucket), worker.view.ranks
-            if isinstance(kept, KeptTable):
-                saved = kept.write(worker) if self.rank == ranks[0] else ()
+            at = step + bucket.ahead
+            found, kept, ranks = what(worker, at), self._kept_of(bucket), worker.view.ranks
+            if isinstance(kept, KeptTable | NewestTable):
+                save = kept.files.write(worker, at) if self.rank == ranks[0] else None
                 with self._changed:
                     self._check_current(worker)
-                    kept.replaced(ranks, *saved)
+                    kept.replaced(ranks, save)
             return found
 
         return self._call(replace)

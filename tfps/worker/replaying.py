@@ -19,7 +19,7 @@ from tfps.exchange.interface import BucketSpec, Payload, Reply, as_bytes, declar
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array
 from tfps.worker.kept import Kept, Push, Write
-from tfps.worker.kept_rows import Ask, KeptTable
+from tfps.worker.kept_rows import Ask, KeptTable, NewestTable
 from tfps.worker.newest import Newest
 from tfps.worker.worker import Worker
 
@@ -27,14 +27,18 @@ _T = TypeVar("_T")
 _MOST_COUNTERS = 8  # of which numbers are known; an epoch has one
 
 
-def kept(number: int, spec: BucketSpec, config: Config, run: str) -> Kept | Newest | None:
+AnyKept = Kept | Newest | NewestTable
+
+
+def kept(number: int, spec: BucketSpec, config: Config, run: str) -> AnyKept | None:
     """What is kept of a bucket in the job `run`; None: it has no update, or no snapshots are taken."""
     if config.snapshot_steps is None:
         return None
     if spec.kind == "table":
-        if not config.snapshot_folder or not config.steps_together:
+        if not config.snapshot_folder:
             return None
-        return KeptTable(number, config.snapshot_steps, f"{config.snapshot_folder}/{run}")
+        kind = KeptTable if config.steps_together else NewestTable
+        return kind(number, config.snapshot_steps, f"{config.snapshot_folder}/{run}")
     if spec.update is None:
         return None
     if config.applies_each_push:
@@ -46,7 +50,7 @@ def kept(number: int, spec: BucketSpec, config: Config, run: str) -> Kept | Newe
 class ElasticBucket:
     """A bucket, as it goes from one `Worker` to the next."""
 
-    kept: Kept | Newest | None = None
+    kept: AnyKept | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)  # guards all
     worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
     pushes: deque[Push] = field(default_factory=deque)  # that have not been answered
@@ -58,6 +62,8 @@ class ElasticBucket:
     behind: bool = False  # whether they wait until pushes have been given again
     asked: int = -1  # the newest step that has asked for rows to train them,
     begun: int = -1  # and when pservers changed last
+    added: int = 0  # how many steps the program has added
+    ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
 
     @property
     def log(self) -> Kept | None:
@@ -98,7 +104,7 @@ class Replaying(abc.ABC):
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
         target = declared(self._buckets, bucket)
         with target.lock:
-            if (kept := self._kept_of(target)) is not None:  # it goes with the next push
+            if isinstance(kept := self._kept_of(target), Kept | Newest):  # it goes with the next push
                 kept.writes.append(Write(array, begin, bytes(as_bytes(values) or b"")))
                 return
         self._call(lambda worker: worker.write(bucket, array, begin, values))
@@ -138,7 +144,7 @@ class Replaying(abc.ABC):
 
         return self._call(draw)
 
-    def _kept_of(self, bucket: ElasticBucket) -> Kept | Newest | None:
+    def _kept_of(self, bucket: ElasticBucket) -> AnyKept | None:
         """What is kept; a candidate keeps nothing, as nobody gets what it pushes."""
         return None if self._is_candidate else bucket.kept
 
@@ -178,7 +184,7 @@ class Replaying(abc.ABC):
         ]
 
     def _newest(self) -> list[pb.Newest]:
-        return [bucket.kept.report() for bucket in self._buckets if isinstance(bucket.kept, Newest)]
+        return [bucket.kept.report() for bucket in self._buckets if isinstance(bucket.kept, Newest | NewestTable)]
 
     def _can_move(self) -> bool:
         """Whether workers have all that pservers keep, so that these may change."""
@@ -268,6 +274,10 @@ class Replaying(abc.ABC):
                 bucket.replies = step  # ranks step apart: all go on with the number of the first
                 if not bucket.gone:
                     bucket.kept.restore(self.rank, ranks, worker, bucket.pushes, newest.get(number))
+            elif isinstance(bucket.kept, NewestTable):
+                bucket.replies = step
+                if not bucket.gone:
+                    bucket.kept.restore_files(step, worker, folders.get(number, ""))
             elif isinstance(bucket.kept, Kept):
                 if bucket.gone:
                     bucket.kept.begin(step)
