@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jobs
 import numpy as np
 import pytest
-from jobs import CONFIG, Cluster, Pending, declare
+from jobs import CONFIG, Cluster, Pending, declare, poll
 
 from tfps.errors import ConfigError, MismatchError, ProtocolError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, Exchange, Reply
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.pserver import server
 from tfps.pserver.table_slice import TableSlice
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
@@ -311,6 +313,24 @@ def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path
         np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), ones)
         jobs.together(*(lambda each=each: each.restore_rows(*arguments) for each in (first, second)))
         np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), 1).wait()), saved)
+
+
+def test_who_replaces_rows_waits_for_the_others_as_long_as_the_job_says(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pserver = cluster.pserver(2)
+    first, second = cluster.workers([pserver.address], 2)
+    declare([first, second], bucket())
+    monkeypatch.setattr(server, "_MAX_WAIT_S", 0.0)  # of other calls
+    arguments = 0, 0, ids_of(4), np.ones((1, 3), np.float32), "put"
+    waiting = threading.Thread(target=first.put_rows, args=arguments)
+    waiting.start()
+    tables = [each for _, each in pserver._job._shard.slices() if isinstance(each, TableSlice)]
+    poll(lambda: not waiting.is_alive() or any(each._meetings for each in tables))
+    assert waiting.is_alive()
+    second.put_rows(*arguments)
+    waiting.join()
+    np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 0).wait()), np.ones((1, 3)))
 
 
 def test_one_rank_restores_alone_what_others_wait_for(cluster: Cluster, tmp_path: Path) -> None:

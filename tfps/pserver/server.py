@@ -47,6 +47,7 @@ from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")
 _MAX_JOIN_S = 600.0  # that a Join may wait, whatever its client says
+_MAX_ROWS_S = 24 * 3600.0  # that a call about a whole table may wait for other ranks
 _MAX_WAIT_S = 60.0  # of another call
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 _PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and at once
@@ -456,20 +457,20 @@ def _take(job: Job, request: pb.TakeRequest) -> Fields | None:
 
 def _save_rows(job: Job, request: pb.SaveRowsRequest) -> Fields:
     since = request.since if request.HasField("since") else None
-    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
+    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s, _MAX_ROWS_S)) as item:
         return item.save(request.folder, request.name, since, request.before, request.remove)
 
 
 def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:
     if not request.alone:
-        job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s))
-    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
+        job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s, _MAX_ROWS_S))
+    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s, _MAX_ROWS_S)) as item:
         return item.restore(list(request.folders), request.name, request.rank, request.id, request.seed)
 
 
 def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:
-    job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s))
-    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s)) as item:
+    job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s, _MAX_ROWS_S))
+    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s, _MAX_ROWS_S)) as item:
         item.put(request.ids, request.values, request.rank, request.id)
 
 
@@ -495,9 +496,9 @@ _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
 }
 
 
-def _bounded(wait_s: float) -> float:
+def _bounded(wait_s: float, most_s: float = _MAX_WAIT_S) -> float:
     """How long a call may wait: `wait_s`, if it is a time, up to a bound."""
-    return max(wait_s, 0.0) if wait_s < _MAX_WAIT_S else _MAX_WAIT_S
+    return max(wait_s, 0.0) if wait_s < most_s else most_s
 
 
 def _parameters(job: Job, request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, ParameterShard]:
