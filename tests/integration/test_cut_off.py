@@ -107,6 +107,7 @@ def test_of_two_halves_with_a_pserver_each_the_one_with_more_workers_goes_on(cut
         assert cut.workers[rank].wait(ANSWER_S) == 0
 
 
+@pytest.mark.long
 def test_losing_packets_all_the_time_loses_nobody(cut: Cut) -> None:
     """About 1 % of them: a link is down for about 5 ms, twice a second."""
     for _ in range(16):

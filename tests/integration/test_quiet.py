@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import processes
+import pytest
 
 SCRIPT = str(processes.HERE / "quiet.py")
 
@@ -32,6 +33,7 @@ def test_a_job_shows_nothing_but_where_its_pservers_are() -> None:
     assert [line for line in lines if not line.startswith("[pserver 0] tfps_pserver ready at ")] == []
 
 
+@pytest.mark.long
 def test_tensorflow_warns_of_nothing_that_one_process_does() -> None:
     lines = said(SCRIPT, TF_CPP_MIN_LOG_LEVEL="1")
     assert [line for line in lines if line.startswith("W0000") or "rendezvous" in line] == []

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent import futures
 
 import jobs
+import moving
 import numpy as np
 import pytest
 from jobs import Cluster, Pending, attempt, bucket, poll, push, summed
@@ -25,6 +26,7 @@ from tfps.worker.bucket import PushedBucket
 from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
+pytestmark = moving.PATHS
 BEFORE = bucket(4 * ITEMS, name="declared before a newcomer came")
 ONES = np.ones(ITEMS, np.float32)
 

@@ -496,8 +496,9 @@ _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
 }
 
 
-def _bounded(wait_s: float, most_s: float = _MAX_WAIT_S) -> float:
+def _bounded(wait_s: float, most_s: float | None = None) -> float:
     """How long a call may wait: `wait_s`, if it is a time, up to a bound."""
+    most_s = _MAX_WAIT_S if most_s is None else most_s
     return max(wait_s, 0.0) if wait_s < most_s else most_s
 
 
