@@ -112,6 +112,24 @@ def test_an_error_for_other_ranks_is_one_line_that_names_it_and_is_short() -> No
     assert long.endswith("the disk is full")
 
 
+def test_of_an_error_of_a_graph_other_ranks_get_its_text_not_where_it_was_traced() -> None:
+    @tf.function
+    def step(number: tf.Tensor) -> tf.Tensor:
+        def deep(calls: int) -> tf.Operation:
+            return (
+                deep(calls - 1) if calls else tf.debugging.Assert(number < 60, ["an id must be below 60, got", number])
+            )
+
+        with tf.control_dependencies([deep(12)]):
+            return number + 1
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Detected at node") as caught:
+        step(tf.constant(60))
+    text = errors.in_a_line(caught.value)
+    assert "assertion failed: [an id must be below 60, got] [60]" in text
+    assert "File" not in text
+
+
 def test_an_outline_has_the_frames_of_the_program_only() -> None:
     with pytest.raises(errors.ConfigError) as caught:
         tfps.Config.from_environment({"TFPS_POLICY": "best"})

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 _TEXT = re.compile(r"tfps\.errors\.(\w+): (.*)", re.DOTALL)
+_TRACEBACK = re.compile(r'^(Detected at node .*|\s*File ".*", line \d+, in .*)$', re.MULTILINE)
 _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as TensorFlow's Assert prints it, escaped
 
 
@@ -71,8 +72,12 @@ _MOST = 400  # characters of an error in a message to other ranks
 
 
 def in_a_line(error: BaseException) -> str:
-    """Returns what `error` is and says, for messages to other ranks: the middle of a long text is left out."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    """Returns what `error` is and says, for messages to other ranks: the middle of a long text is left out.
+
+    So are the tracebacks with which errors of TensorFlow's graphs begin.
+    """
+    text = _TRACEBACK.sub("", str(error))
+    text = " ".join(f"{type(error).__name__}: {text}".split()).removesuffix(":")
     return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
 
 
