@@ -37,11 +37,12 @@ PROGRAMS = {
             "loop_epoch_function",
         ],
     ),
-    "programs_loops": (["loop_alike", "loop_divided"], []),
+    "programs_loops": (["loop_divided"], ["loop_alike"]),
     "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up"], []),
     "programs_training": (
-        ["helper_models", "predicted_on_one_rank", "adapted"],
+        ["helper_models", "predicted_on_one_rank"],
         [
+            "adapted",
             "strings",
             "gradients_none",
             "compile_again",
@@ -52,12 +53,20 @@ PROGRAMS = {
         ],
     ),
     "programs_precision": (
-        ["loss_scaling", "accumulation"],
-        ["loss_scaling_growth", "mixed_bfloat16", "float64", "options_of_optimizers", "regularizers_and_constraints"],
+        ["loss_scaling"],
+        [
+            "accumulation",
+            "loss_scaling_growth",
+            "mixed_bfloat16",
+            "float64",
+            "options_of_optimizers",
+            "regularizers_and_constraints",
+        ],
     ),
     "programs_input": (
-        ["stopping", "py_dataset_in_epochs"],
+        ["stopping"],
         [
+            "py_dataset_in_epochs",
             "scalar_beside_rows",
             *("weighted", "evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data"),
             *("autoshard_file", "autoshard_off", "from_function", "shuffled", "uneven"),

@@ -25,11 +25,9 @@ WHOLE = [  # of programs_whole.py
 NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (2, 1): [
-        *("updated_in_the_step", "evaluated_evenly_after_an_uneven_batch", "scalar_losses", "own_steps", "sparse"),
-    ],
     (2, 2): [
-        *("one_row_in_all", "worker_without_rows", "lookups", "layer", "step"),
+        *("one_row_in_all", "worker_without_rows", "updated_in_the_step", "evaluated_evenly_after_an_uneven_batch"),
+        *("scalar_losses", "lookups", "layer", "step", "sparse"),
     ],
 }
 ONE_DEVICE = {

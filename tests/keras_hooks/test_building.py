@@ -41,7 +41,9 @@ def trained(
     return [np.asarray(v.numpy()).tobytes() for v in variables], reported
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "CallOfAPart" else pytest.mark.long) for n in MODELS]
+)
 def test_a_model_with_a_step_of_its_own_needs_no_call(strategy: tfps.Strategy, name: str) -> None:
     assert trained(strategy, MODELS[name]) == trained(None, MODELS[name])
 

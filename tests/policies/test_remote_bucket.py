@@ -95,7 +95,7 @@ CLOSE: dict[str, Build] = {
 # Those that a quick one has within it, here or in test_remote_options.py.
 LONG = {
     *("SGD", "SGD momentum", "Nadam", "Lion", "Ftrl", "schedule", "global_clipnorm", "weight decay"),
-    *("average", "average that overwrites", "loss scale", "RMSprop"),
+    *("average", "average that overwrites", "loss scale", "RMSprop", "accumulation", "clipnorm", "Adagrad", "Adamax"),
 }
 
 

@@ -49,7 +49,7 @@ def fine_tuned(
 
 
 @pytest.mark.parametrize(
-    "name", ["instance", "loss scaling", *(pytest.param(name, marks=pytest.mark.long) for name in ("name", "average"))]
+    "name", ["instance", *(pytest.param(name, marks=pytest.mark.long) for name in ("name", "average", "loss scaling"))]
 )
 def test_a_model_compiled_again_outside_of_the_scope_trains_as_in_plain_keras(
     strategy: tfps.Strategy, name: str
@@ -132,6 +132,6 @@ def stepped(strategy: tfps.Strategy | None, name: str) -> tuple[list[str], list[
     return [v.path for v in variables], [np.asarray(v.numpy()).tobytes() for v in variables]
 
 
-@pytest.mark.parametrize("name", ["instance", "average", "loss scaling"])
+@pytest.mark.parametrize("name", [pytest.param("instance", marks=pytest.mark.long), "average", "loss scaling"])
 def test_a_loop_outside_of_run_steps_as_in_plain_keras(strategy: tfps.Strategy, name: str) -> None:
     assert stepped(strategy, name) == stepped(None, name)

@@ -132,9 +132,8 @@ def as_written() -> Iterator[None]:
 
 # Those that join things with one optimizer with slots and one without, all at once with the unusual ones.
 OF_OPTIONS = {
-    "SGD": ["clipvalue", "accumulation", "several"],
-    "Adam": ["ema", "accumulation", "several"],
-    "Lion": ["several"],
+    "SGD": ["clipvalue", "accumulation"],
+    "Adam": ["ema", "several"],
     "Muon": ["several"],
 }
 COMBINATIONS = [
