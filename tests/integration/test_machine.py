@@ -18,6 +18,7 @@ def pservers(request: pytest.FixtureRequest) -> Iterator[list[str]]:
         server.stop()
 
 
+@pytest.mark.long
 def test_a_hundred_variables_do_not_deadlock_pools_of_one_thread(pservers: list[str]) -> None:
     (output,) = processes.outputs([processes.start("one_thread.py", *pservers, environment={})])
     assert "ended" in output

@@ -53,9 +53,8 @@ PROGRAMS = {
         ],
     ),
     "programs_precision": (
-        ["loss_scaling"],
+        ["loss_scaling", "accumulation"],
         [
-            "accumulation",
             "loss_scaling_growth",
             "mixed_bfloat16",
             "float64",

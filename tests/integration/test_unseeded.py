@@ -30,6 +30,7 @@ EXPECTED = {
 QUICK = ["arrays", "shuffle", "sequence", "evaluate", "own order", "own order, loop", "own order, off", "off"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "names"),
     [

@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Argument]] = {
 }
 BITWISE = ("SGD", "Nadam", "Ftrl", "Lion", "Adamax")
 CLOSE = ("RMSprop", "Adagrad", "Adadelta")
-QUICK = ("SGD", "Nadam", "Ftrl", "Lion", "RMSprop")
+QUICK = ("SGD", "Nadam", "RMSprop")
 
 
 def reordered(name: str, options: str) -> bool:

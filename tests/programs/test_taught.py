@@ -39,7 +39,7 @@ PROGRAMS = {
     ],
 }
 QUICK = [  # and one model of a library, see tests/models
-    *(("taught_generative", "gan"), ("taught_losses", "mixed_outputs"), ("taught_losses", "tracked")),
+    *(("taught_generative", "gan"), ("taught_losses", "mixed_outputs")),
     ("small_models", "convnext"),
 ]
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History
