@@ -20,7 +20,7 @@ from guarded import SECRET, SUM, data, peak_bytes, serving, settings, still_sums
 from jobs import Cluster
 
 from tfps.config import Config, Security
-from tfps.errors import ConfigError, ConnectError, ProtocolError, TfpsError
+from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.metrics import MetricsServer
@@ -340,3 +340,14 @@ def test_silent_clients_do_not_keep_prometheus_out(cluster: Cluster) -> None:
     jobs.poll(lambda: handlers() - before <= 16)
     for client in silent:
         client.close()
+
+
+def test_a_call_after_the_end_of_its_connection_is_told_by_an_error_of_tfps(cluster: Cluster) -> None:
+    """A worker that goes on with other pservers closes connections that other threads use."""
+    pserver = Pserver(cluster.pserver(1).address)
+    pserver.close()
+    request = pb.StatusRequest(details=True)
+    with pytest.raises(ClosedError, match=f"pserver {pserver.address}: Status came after the connection was closed"):
+        pserver.call("Status", request, jobs.DEADLINE_S)
+    with pytest.raises(ClosedError):
+        pserver.call_while(lambda: True, "SaveRows", pb.SaveRowsRequest(), jobs.DEADLINE_S)

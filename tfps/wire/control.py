@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from tfps.compression import NONE
 from tfps.config import Config, Security
-from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.errors import ClosedError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.exchange.layout import Layout
@@ -305,7 +305,7 @@ class Pserver:
     def call(self, name: str, request: Message, timeout_s: float) -> Message:
         """Makes any other control call; raises the error that the pserver answers, or that `explain` raises."""
         try:
-            reply = self._calls[name](request, timeout=timeout_s, metadata=self.metadata)
+            reply = self._begin(self._calls[name], name, request, timeout_s)
         except grpc.RpcError as error:
             self._end(name, error)
         if name != "Leave":
@@ -314,7 +314,7 @@ class Pserver:
 
     def call_while(self, goes_on: Callable[[], bool], name: str, request: Message, timeout_s: float) -> Message:
         """As `call`, until it `goes_on` no more: who has failed does not wait for a pserver that is silent."""
-        call = self._calls[name].future(request, timeout=timeout_s, metadata=self.metadata)
+        call = self._begin(self._calls[name].future, name, request, timeout_s)
         while True:
             try:
                 reply = call.result(_GOES_ON_S)
@@ -328,6 +328,14 @@ class Pserver:
                 self._end(name, error)
             raise_failure(reply)
             return reply
+
+    def _begin(self, call: Callable[..., Argument], name: str, request: Message, timeout_s: float) -> Argument:
+        try:
+            return call(request, timeout=timeout_s, metadata=self.metadata)
+        except ValueError as error:  # gRPC's, after `close`
+            if "Cannot invoke RPC" not in str(error):
+                raise
+            raise ClosedError(f"pserver {self.address}: {name} came after the connection was closed") from error
 
     def _end(self, name: str, error: grpc.RpcError | grpc.FutureCancelledError) -> NoReturn:
         """Raises why a call has failed."""
