@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from jobs import Cluster, Pending, poll, together
 from moving import refused
+from moving_tables import IDS, SCALARS, SPEC, TABLE
 
 from tfps.config import Config, Security
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec, Foreseen
-from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.exchange.update_spec import UpdateSpec
 from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
-from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.types import Argument, Array
@@ -27,11 +27,6 @@ from tfps.worker.client import PserverClient
 from tfps.worker.elastic import ElasticWorker
 
 pytestmark = moving.PATHS
-ADAGRAD = UpdateSpec("adagrad", (("epsilon", 1e-7),), (("accumulator", 0.1),), (3,), (False,))
-SPEC = TableSpec(dim=3, rows=None, seed=7, initial=Initial("uniform", -1.0, 1.0), update=ADAGRAD)
-SCALARS = StepScalars(0, (0.0, 0.5))
-TABLE = 3  # its number, after the buckets of `moving.SPECS`
-IDS = np.arange(-40, 40) * 2**56
 
 
 def config(folder: Path | None, every: int = 3) -> Config:

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import grpc
 from google.protobuf.message import Message
@@ -34,6 +35,7 @@ from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to
 from tfps.pserver.job import Job, Session
 from tfps.pserver.regrouping import Meetings
 from tfps.pserver.slices import OwnedSlice
+from tfps.pserver.table_slice import TableSlice
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
@@ -455,22 +457,27 @@ def _take(job: Job, request: pb.TakeRequest) -> Fields | None:
     return {"number": job.counters.fetch_add(request.counter, request.rank)}
 
 
+def _held_table(job: Job, request: Argument, *, meets: bool) -> AbstractContextManager[TableSlice]:
+    """The table of a call, which nothing changes meanwhile, once all ranks have come for the same if it `meets`."""
+    wait_s = _bounded(request.timeout_s, _MAX_ROWS_S)
+    if meets:
+        job.meet_at_table(request.bucket, request.rank, request.id, wait_s)
+    return job.saved_table(request.bucket, request.rank, request.step, wait_s)
+
+
 def _save_rows(job: Job, request: pb.SaveRowsRequest) -> Fields:
     since = request.since if request.HasField("since") else None
-    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s, _MAX_ROWS_S)) as item:
+    with _held_table(job, request, meets=False) as item:
         return item.save(request.folder, request.name, since, request.before, request.remove)
 
 
 def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:
-    if not request.alone:
-        job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s, _MAX_ROWS_S))
-    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s, _MAX_ROWS_S)) as item:
+    with _held_table(job, request, meets=not request.alone) as item:
         return item.restore(list(request.folders), request.name, request.rank, request.id, request.seed)
 
 
 def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:
-    job.meet_at_table(request.bucket, request.rank, request.id, _bounded(request.timeout_s, _MAX_ROWS_S))
-    with job.saved_table(request.bucket, request.rank, request.step, _bounded(request.timeout_s, _MAX_ROWS_S)) as item:
+    with _held_table(job, request, meets=True) as item:
         item.put(request.ids, request.values, request.rank, request.id)
 
 

@@ -450,8 +450,8 @@ class AppliesEach(TableSlice):
 
     def _add(self, push: Push, now_ns: int) -> list[Answer]:
         self._align()
-        rank, step, held = push.rank, push.header.step, self._held  # by whom nothing is applied
-        if not held and step > (expected := self._of_rank.setdefault(rank, step)):
+        rank, step = push.rank, push.header.step
+        if not self._held and step > (expected := self._of_rank.setdefault(rank, step)):
             raise ProtocolError(f"rank {rank} must push step {expected} of {self.label}, got {step}")
         return super()._add(push, now_ns)
 

@@ -195,7 +195,8 @@ class ElasticTables(Replaying):
                 if bucket.worker is worker and kept.files.saving is worker:
                     kept.wrote(save)
                     kept.files.saving = None
-                    for each in [push, *(other for other in bucket.pushes if not other.given and other is not push)]:
+                    # Those that are to be given again follow one by one (`_replay`).
+                    for each in [push] if bucket.behind else [each for each in bucket.pushes if not each.given]:
                         self._give(number, worker, each)
         except TfpsError as error:
             if not (isinstance(error, _LOST) and self._is_lost(worker)):  # else all is given again
@@ -204,11 +205,11 @@ class ElasticTables(Replaying):
             self.fail(TfpsError(f"no snapshot of table '{name}' could be taken: {bug!r}"))
 
     def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
+        bucket = declared(self._buckets, table)
+
         def save(worker: Worker) -> SavedRows:
             self._check_there(table)
             return worker.save_rows(table, step + bucket.ahead, folder, name, since)
-
-        bucket = declared(self._buckets, table)
 
         return self._call(save)
 
