@@ -27,9 +27,9 @@ from jobs import poll
 
 import tfps
 from tfps.input.lockstep import IteratorProgress, Lockstep
+from tfps.recovery.pushing import Pushing
 from tfps.types import Argument, Json
 from tfps.worker.bucket import Push, PushedBucket
-from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
 STEPS = 6  # of an epoch
@@ -93,17 +93,17 @@ def note(folder: Path, rank: int, number: int) -> None:
             came[id(self), push.step].append(line)
         return found
 
-    def noted_reply(self: ElasticWorker, number: int, worker: Worker, push: Argument, reply: Argument) -> None:
-        before = self._buckets[number].replies
+    def noted_reply(self: Pushing, number: int, worker: Worker, push: Argument, reply: Argument) -> None:
+        before = self._core.buckets[number].replies
         take_reply(self, number, worker, push, reply)
-        if self._buckets[number].replies == before + 1:  # what a lost pserver has left unfinished does not count
+        if self._core.buckets[number].replies == before + 1:  # what a lost pserver has left unfinished does not count
             notes.writelines(came.pop((id(worker._buckets[number]), before), ()))
 
     came: dict[tuple[int, int], list[str]] = defaultdict(list)
-    take_reply = ElasticWorker._take
+    take_reply = Pushing._take
     Lockstep._verdict = noted_verdict  # type: ignore[method-assign]
     PushedBucket.take = noted_take  # type: ignore[method-assign,assignment]
-    ElasticWorker._take = noted_reply  # type: ignore[method-assign]
+    Pushing._take = noted_reply  # type: ignore[method-assign]
 
 
 def end_late() -> None:

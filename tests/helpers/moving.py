@@ -17,12 +17,12 @@ from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
+from tfps.recovery.exchange import ElasticExchange
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Array
 from tfps.wire.frames import Header
 from tfps.wire.shared_memory import Place
 from tfps.worker.bucket import Incoming, PushedBucket
-from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
 CONFIG = dataclasses.replace(jobs.CONFIG, min_workers=1, deterministic=True, rejoin_timeout_s=jobs.DEADLINE_S)
@@ -55,8 +55,8 @@ class Job:
         self.declare(self.specs)
         self.random = np.random.default_rng(1)
 
-    def worker(self, addresses: Sequence[str], rank: int) -> ElasticWorker:
-        worker = ElasticWorker(addresses, rank=rank, config=self.config, recorder=Recorder())
+    def worker(self, addresses: Sequence[str], rank: int) -> ElasticExchange:
+        worker = ElasticExchange(addresses, rank=rank, config=self.config, recorder=Recorder())
         self.cluster.callback(worker.close)
         return worker
 
@@ -86,12 +86,12 @@ class Job:
             assert {rank: bytes(part) for rank, part in parts.items()} == {
                 worker.rank: f"rank {worker.rank}".encode() for worker in self.workers
             }
-        assert len({worker.steps(GRADIENT) for worker in self.workers}) == 1
+        assert len({worker.state.steps(GRADIENT) for worker in self.workers}) == 1
 
     def goes_on_with(self, servers: Sequence[ParameterServer]) -> None:
         """All workers have these pservers, and no failure."""
         for worker in self.workers:
-            assert [link.pserver for link in worker.links()] == [server.address for server in servers]
+            assert [link.pserver for link in worker.info.links()] == [server.address for server in servers]
             assert worker.failure is None
 
     def received(self, rank: int) -> int:
@@ -100,16 +100,16 @@ class Job:
 
     def lose(self, *numbers: int) -> None:
         """Ends pservers; returns when all workers go on with others."""
-        before = [worker._worker for worker in self.workers]
+        before = [worker.core.worker for worker in self.workers]
         for number in numbers:
             self.servers[number].stop(0)
-        poll(lambda: all(worker._worker is not old for worker, old in zip(self.workers, before, strict=True)))
+        poll(lambda: all(worker.core.worker is not old for worker, old in zip(self.workers, before, strict=True)))
 
     def lose_to(self, lost: int, other: int) -> None:
         """Ends a pserver; all go on with another one, which offers itself before."""
         offer(self.servers[lost].address, self.servers[other].address, 3, Security())
         address = self.servers[other].address
-        poll(lambda: all(address in [link.pserver for link in worker.links()] for worker in self.workers))
+        poll(lambda: all(address in [link.pserver for link in worker.info.links()] for worker in self.workers))
         self.lose(lost)
 
     def leave(self, place: int) -> None:
@@ -118,19 +118,21 @@ class Job:
         left = tuple(worker.rank for worker in self.workers)
         poll(lambda: all(worker.view.ranks == left for worker in self.workers))
 
-    def newcomer(self, rank: int, specs: Sequence[BucketSpec] = ()) -> ElasticWorker:
+    def newcomer(self, rank: int, specs: Sequence[BucketSpec] = ()) -> ElasticExchange:
         """One more worker, which takes part from now on."""
         new = self.worker([server.address for server in self.servers], rank)
-        assert new.candidate
+        assert new.joining.candidate
         specs = specs or self.specs
         assert new.declare(specs) == list(range(len(specs)))
         poll(lambda: all(worker.view.ranks == self.workers[0].view.ranks for worker in self.workers))
 
-        def admit(worker: ElasticWorker) -> Sequence[int] | None:
-            poll(lambda: bool(worker.candidates(1)))
-            return worker.admit([rank])
+        def admit(worker: ElasticExchange) -> Sequence[int] | None:
+            poll(lambda: bool(worker.joining.candidates(1)))
+            return worker.joining.admit([rank])
 
-        together(functools.partial(new.take_part, 1), *(functools.partial(admit, worker) for worker in self.workers))
+        together(
+            functools.partial(new.joining.take_part, 1), *(functools.partial(admit, worker) for worker in self.workers)
+        )
         self.workers.append(new)
         return new
 
@@ -143,7 +145,7 @@ def refused(push: Callable[[], Pending]) -> Exception:
         return error
 
 
-Deaf = Callable[[ElasticWorker], None]
+Deaf = Callable[[ElasticExchange], None]
 
 
 def deafening(monkeypatch: pytest.MonkeyPatch) -> Deaf:
@@ -155,7 +157,7 @@ def deafening(monkeypatch: pytest.MonkeyPatch) -> Deaf:
             take(self, header, payload, place)
 
     monkeypatch.setattr(Incoming, "data", data)
-    return lambda worker: deaf.append(worker._worker._buckets)
+    return lambda worker: deaf.append(worker.core.worker._buckets)
 
 
 def lose_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec, Reply
+from tfps.recovery.exchange import ElasticExchange
 from tfps.trace.recorder import Recorder
-from tfps.worker.elastic import ElasticWorker
 
 NBYTES = 4 * 50_000
 
@@ -28,7 +28,7 @@ def main() -> int:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     addresses, rank = os.environ["TFPS_PSERVERS"].split(","), int(os.environ["TFPS_RANK"])
     config = Config(slice_bytes=16 * 1024, min_workers=1)
-    worker = ElasticWorker(addresses, rank=rank, config=config, recorder=Recorder())
+    worker = ElasticExchange(addresses, rank=rank, config=config, recorder=Recorder())
     (bucket,) = worker.declare([BucketSpec(("gradient",), "sum", NBYTES, "float32", 0)])
     told = threading.Event()
 
@@ -55,7 +55,7 @@ def main() -> int:
             if steps == 100:
                 print("under way", flush=True)
             told.wait(0.005)
-        pservers = [link.pserver for link in worker.links()]
+        pservers = [link.pserver for link in worker.info.links()]
     except TfpsError as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
         worker.close()

@@ -204,10 +204,10 @@ import signal, subprocess, threading, time
 from tfps.config import Config
 from tfps.exchange.interface import BucketSpec
 from tfps.trace.recorder import Recorder
-from tfps.worker.elastic import ElasticWorker
+from tfps.recovery.exchange import ElasticExchange
 rank, job, addresses = (os.environ[f"TFPS_{name}"] for name in ("RANK", "JOB", "PSERVERS"))
 config, kills, replies = Config.from_environment(), [signal.SIGKILL], []
-worker = ElasticWorker(addresses.split(","), rank=int(rank), job=job, config=config, recorder=Recorder())
+worker = ElasticExchange(addresses.split(","), rank=int(rank), job=job, config=config, recorder=Recorder())
 worker.declare([BucketSpec(("b",), "sum", 4000, "float32", 0)])
 deadline = time.monotonic() + 60
 while len(replies) < 20 or len(worker.links()) < int(sys.argv[1]):

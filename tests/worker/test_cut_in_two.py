@@ -16,12 +16,12 @@ from tfps.config import Security
 from tfps.errors import PserverLostError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import regrouping
+from tfps.recovery import rendezvous
+from tfps.recovery.rendezvous import meet
 from tfps.types import Argument
 from tfps.wire.send_queue import SendQueue
-from tfps.worker import meeting
 from tfps.worker import worker as worker_module
 from tfps.worker.client import PserverClient
-from tfps.worker.meeting import meet
 from tfps.worker.worker import Worker
 
 # gRPC would close a stream across the cut.
@@ -39,12 +39,12 @@ class Cut:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Job, apart: Callable[[int, str], bool]) -> None:
         self.healed, self.kept = threading.Event(), list[Worker]()
-        ranks = {worker._worker.uid: worker.rank for worker in job.workers}
-        ask, leave, hang_up = meeting._ask, PserverClient.leave, Worker._hang_up
+        ranks = {worker.core.worker.uid: worker.rank for worker in job.workers}
+        ask, leave, hang_up = rendezvous._ask, PserverClient.leave, Worker._hang_up
 
-        def asks(address: str, security: Argument, uid: str, *rest: Argument) -> meeting._Found:
+        def asks(address: str, security: Argument, uid: str, *rest: Argument) -> rendezvous._Found:
             if uid in ranks and apart(ranks[uid], address) and not self.healed.is_set():
-                return meeting._Found(meeting._Answer.SILENT)
+                return rendezvous._Found(rendezvous._Answer.SILENT)
             return ask(address, security, uid, *rest)
 
         def leaves(client: PserverClient, *reasons: Argument) -> None:
@@ -62,7 +62,7 @@ class Cut:
 
         close = SendQueue.close
         monkeypatch.setattr(SendQueue, "close", lambda queue: close(queue) if self.healed.is_set() else None)
-        monkeypatch.setattr(meeting, "_ask", asks)
+        monkeypatch.setattr(rendezvous, "_ask", asks)
         monkeypatch.setattr(PserverClient, "leave", leaves)
         monkeypatch.setattr(Worker, "_hang_up", hangs_up)
 
@@ -78,9 +78,9 @@ def test_the_side_with_more_workers_goes_on_and_the_other_never_takes_the_job_ov
     cut = Cut(monkeypatch, job, lambda rank, address: (rank == 0) != (address == own))
     for worker in job.workers:
         silent = other if worker.rank == 0 else own
-        worker._worker.silent_pservers.add(silent)
-        worker._worker.fail(PserverLostError(f"pserver {silent} has been silent for 5.0 s"))
-    poll(lambda: all(len(worker.links()) == 1 for worker in job.workers[1:]))
+        worker.core.worker.silent_pservers.add(silent)
+        worker.core.worker.fail(PserverLostError(f"pserver {silent} has been silent for 5.0 s"))
+    poll(lambda: all(len(worker.info.links()) == 1 for worker in job.workers[1:]))
     if heals:
         cut.healed.set()
     alone = job.workers.pop(0)

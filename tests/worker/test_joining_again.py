@@ -41,14 +41,14 @@ class Job:
 
     def candidate(self, rank: int) -> Worker:
         worker = self.cluster.worker(self.addresses, rank, config=self.config)
-        assert worker.candidate
+        assert worker.joining.candidate
         worker.declare(SPECS)
         return worker
 
     def admit(self, ranks: list[int]) -> None:
         """The others let them take part, as they do at the beginning of an epoch."""
-        admitting = [functools.partial(each.admit, ranks) for each in self.workers.values()]
-        joining = [functools.partial(self.candidates[rank].take_part, 1) for rank in ranks]
+        admitting = [functools.partial(each.joining.admit, ranks) for each in self.workers.values()]
+        joining = [functools.partial(self.candidates[rank].joining.take_part, 1) for rank in ranks]
         together(*admitting, *joining)
 
 
@@ -80,12 +80,12 @@ def test_who_dies_while_it_is_admitted_takes_no_part(cluster: Cluster, monkeypat
         reply = admit(self, *arguments)
         job.candidates[1].close("SIGTERM")
         poll(lambda: all(list(server.status().present) == [0, 2] for server in job.servers))
-        poll(lambda: all(1 not in present for present in worker._present))
+        poll(lambda: all(1 not in present for present in worker.presence.present))
         return reply
 
     worker = job.workers[0]
     monkeypatch.setattr(type(worker._client), "admit", answers_late)
-    together(*(functools.partial(each.admit, [1]) for each in job.workers.values()))
+    together(*(functools.partial(each.joining.admit, [1]) for each in job.workers.values()))
     assert [each.view.ranks for each in job.workers.values()] == [(0, 2)] * 2
 
 
@@ -176,7 +176,7 @@ def test_who_comes_before_its_silent_predecessor_is_lost_waits_for_its_place(
         return cluster.raw(server.address, rank, config=GOES_ON).open().declare()  # it sends no heartbeats
 
     together(functools.partial(member, 0), functools.partial(member, 1))
-    assert cluster.worker([server.address], 1, config=GOES_ON).candidate
+    assert cluster.worker([server.address], 1, config=GOES_ON).joining.candidate
     assert "has been silent for" in server.status().changes[0]
 
 

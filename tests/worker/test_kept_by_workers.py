@@ -19,9 +19,10 @@ from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import regrouping
+from tfps.recovery.exchange import ElasticExchange
+from tfps.recovery.replay import Replaying
 from tfps.types import Argument, Array
 from tfps.worker.client import PserverClient
-from tfps.worker.elastic import ElasticWorker
 from tfps.worker.worker import Worker
 
 pytestmark = moving.PATHS
@@ -51,10 +52,10 @@ class Training(moving.Job):
             each += np.float32(1)
         self.assigned = True
 
-    def push(self, worker: ElasticWorker, number: int, gradient: Array) -> Pending:
+    def push(self, worker: ElasticExchange, number: int, gradient: Array) -> Pending:
         """As `bring` in runtime/remote.py."""
         if wrote := self.assigned and worker.rank == worker.view.ranks[0]:
-            worker.write(number, 0, 0, self.parameters[number])
+            worker.state.write(number, 0, 0, self.parameters[number])
         reply, mark = Pending(), 7 if self.assigned else 0
         scalars = StepScalars(mark, (float(self.steps), float(RATE)), wrote)
         worker.push(number, gradient, reply, step_scalars=scalars.pack())
@@ -86,25 +87,25 @@ class Training(moving.Job):
     def check_slots(self) -> None:
         for worker in self.workers:
             for number in MODEL:
-                slots = worker.read(number, 1, 0, 4 * ITEMS).view(np.float32)
+                slots = worker.state.read(number, 1, 0, 4 * ITEMS).view(np.float32)
                 np.testing.assert_array_equal(slots, self.slots[number])
 
     def kept(self) -> list[int]:
         """How many pushes each worker keeps of the first bucket."""
-        found = [worker._buckets[MODEL[0]].log for worker in self.workers]
+        found = [worker.core.buckets[MODEL[0]].log for worker in self.workers]
         return [len(each._log) for each in found if each is not None]
 
 
 def hold_replay(monkeypatch: pytest.MonkeyPatch, rank: int) -> threading.Event:
     """Until the event is set, this rank gives other pservers nothing of what it has kept."""
-    may, replay = threading.Event(), ElasticWorker._replay
+    may, replay = threading.Event(), Replaying._run
 
-    def held(self: ElasticWorker, *arguments: Argument) -> None:
-        if self.rank == rank:
+    def held(self: Replaying, *arguments: Argument) -> None:
+        if self._core.rank == rank:
             may.wait(jobs.DEADLINE_S)
         replay(self, *arguments)
 
-    monkeypatch.setattr(ElasticWorker, "_replay", held)
+    monkeypatch.setattr(Replaying, "_run", held)
     return may
 
 
@@ -145,7 +146,7 @@ def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
     job.train(1)
     slow, may = job.workers[1], hold_replay(monkeypatch, 1)
     job.lose(0)
-    others = [worker._buckets[number].log for worker in job.workers if worker is not slow for number in MODEL]
+    others = [worker.core.buckets[number].log for worker in job.workers if worker is not slow for number in MODEL]
     poll(lambda: all(kept is not None and kept.given for kept in others))  # the last step, again
     step = job.begin_step()
     may.set()
@@ -208,7 +209,7 @@ def test_a_worker_and_a_pserver_together_end_the_job_by_name(cluster: Cluster) -
     job.leave(0)
     job.lose(0)
     with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept of 'a'"):
-        job.workers[0].read(MODEL[0], 1, 0, 4)
+        job.workers[0].state.read(MODEL[0], 1, 0, 4)
 
     for worker in job.workers:
         error = refused(functools.partial(job.push, worker, MODEL[0], np.zeros(ITEMS, np.float32)))
@@ -224,7 +225,7 @@ def test_a_worker_that_dies_before_it_has_written_its_part_ends_the_job_by_name(
     write, over = PserverClient.write, threading.Event()
 
     def dies(self: PserverClient, *arguments: Argument) -> None:
-        if self.membership.rank == 2 and (new := job.workers[2]._next) is not None:
+        if self.membership.rank == 2 and (new := job.workers[2].core.next) is not None:
             for stream in new._streams:
                 stream.close()
             over.wait(jobs.DEADLINE_S)
@@ -237,7 +238,7 @@ def test_a_worker_that_dies_before_it_has_written_its_part_ends_the_job_by_name(
     try:
         for worker in job.workers[:2]:
             with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept"):
-                worker.read(MODEL[0], 1, 0, 4)
+                worker.state.read(MODEL[0], 1, 0, 4)
     finally:
         over.set()
 
@@ -247,20 +248,20 @@ def test_a_worker_that_goes_while_pservers_compute_again_ends_the_job_by_name(
 ) -> None:
     job = Training(cluster, every=50)
     job.train(3)
-    begin = ElasticWorker._start_replay
+    begin = Replaying.start
 
-    def dies(self: ElasticWorker, worker: Worker, behind: set[int]) -> None:
-        if self.rank == 2:
+    def dies(self: Replaying, worker: Worker, *more: Argument) -> None:
+        if self._core.rank == 2:
             worker.close("SIGTERM")
         else:
-            begin(self, worker, behind)
+            begin(self, worker, *more)
 
-    monkeypatch.setattr(ElasticWorker, "_start_replay", dies)
+    monkeypatch.setattr(Replaying, "start", dies)
     job.servers[0].stop(0)
     poll(lambda: all(worker.failure is not None for worker in job.workers[:2]))
     for worker in job.workers[:2]:
         with pytest.raises(WorkerLostError, match="a worker has gone while pservers computed again"):
-            worker.read(MODEL[0], 1, 0, 4)
+            worker.state.read(MODEL[0], 1, 0, 4)
 
 
 def test_a_worker_whose_program_ends_gives_what_it_has_kept(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

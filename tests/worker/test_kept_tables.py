@@ -20,11 +20,11 @@ from tfps.exchange.update_spec import UpdateSpec
 from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
+from tfps.recovery.exchange import ElasticExchange
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.types import Argument, Array
 from tfps.worker.client import PserverClient
-from tfps.worker.elastic import ElasticWorker
 
 pytestmark = moving.PATHS
 
@@ -52,16 +52,16 @@ class Training(moving.Job):
         size = int(self.random.integers(0, 30)) if count is None else count
         return self.random.choice(IDS, size, replace=False)
 
-    def ask(self, worker: ElasticWorker, ids: Array, step: int, **options: Argument) -> Pending:
+    def ask(self, worker: ElasticExchange, ids: Array, step: int, **options: Argument) -> Pending:
         pending = Pending()
-        worker.ask(self.number, ids, step, pending, **options)
+        worker.tables.ask(self.number, ids, step, pending, **options)
         return pending
 
     def foresee(self) -> None:
         """All ask for the rows of the next step."""
         ids = [self.draw() for _ in self.workers]
         asked = zip(self.workers, ids, strict=True)
-        self.foreseen = [(each, worker.foresee(self.number, each, self.steps + 1)) for worker, each in asked]
+        self.foreseen = [(each, worker.tables.foresee(self.number, each, self.steps + 1)) for worker, each in asked]
 
     def look_up(self) -> list[Array]:
         """All read rows as they should be; returns their ids."""
@@ -81,9 +81,9 @@ class Training(moving.Job):
         rows = np.asarray(pending.wait().sum).view(np.float32).reshape(-1, 3)
         np.testing.assert_array_equal(rows, self.table.pull(ids))
 
-    def add(self, worker: ElasticWorker, ids: Array, gradients: Array) -> Pending:
+    def add(self, worker: ElasticExchange, ids: Array, gradients: Array) -> Pending:
         pending = Pending()
-        worker.add(self.number, ids, gradients, self.steps, SCALARS.pack(), pending)
+        worker.tables.add(self.number, ids, gradients, self.steps, SCALARS.pack(), pending)
         return pending
 
     def begin_step(self, workers: int = 3) -> tuple[list[Pending], list[tuple[Array, Array]]]:
@@ -111,7 +111,7 @@ class Training(moving.Job):
     def put(self, ids: Array, rows: Array, identity: str) -> None:
         """All replace rows."""
         arguments = self.number, self.steps, ids, rows, identity
-        together(*(functools.partial(worker.put_rows, *arguments) for worker in self.workers))
+        together(*(functools.partial(worker.tables.put_rows, *arguments) for worker in self.workers))
         self.table.put(ids, rows)
 
     def check_all(self) -> None:
@@ -121,7 +121,7 @@ class Training(moving.Job):
 
     def kept(self) -> list[int]:
         """How many steps of gradients each worker keeps."""
-        found = [worker._buckets[self.number].log for worker in self.workers]
+        found = [worker.core.buckets[self.number].log for worker in self.workers]
         return [len(each._log) for each in found if each is not None]
 
 
@@ -183,7 +183,7 @@ def test_replaced_rows_are_in_a_snapshot(cluster: Cluster, tmp_path: Path) -> No
         job.train(2 * number)
         job.servers = [job.servers[1], cluster.pserver(3)]
         offer(job.servers[0].address, job.servers[1].address, 3, Security())
-        poll(lambda: all(len(worker.links()) == 2 for worker in job.workers))
+        poll(lambda: all(len(worker.info.links()) == 2 for worker in job.workers))
         job.check_all()
 
 
@@ -262,8 +262,8 @@ def test_rows_that_only_some_have_replaced_end_the_job_by_name(
     job = Training(cluster, config(tmp_path))
     job.train(4)
 
-    def have_replaced(worker: ElasticWorker) -> bool:
-        kept = worker._buckets[TABLE].log
+    def have_replaced(worker: ElasticExchange) -> bool:
+        kept = worker.core.buckets[TABLE].log
         return kept is not None and 4 in kept.snapshots and kept.snapshots[4].assigned == 1
 
     def lose(self: PserverClient, *arguments: Argument) -> None:

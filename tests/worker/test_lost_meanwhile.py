@@ -17,13 +17,15 @@ from moving import CONFIG, GRADIENT, ITEMS, TOTAL, Job, deafening, lose_an_answe
 
 from tfps.errors import MismatchError
 from tfps.exchange.interface import Payload
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import regrouping
 from tfps.pserver.server import ParameterServer
+from tfps.recovery import workers
+from tfps.recovery.workers import Workers
 from tfps.types import Argument
-from tfps.worker import elastic
 from tfps.worker import worker as worker_module
 from tfps.worker.bucket import PushedBucket
-from tfps.worker.elastic import ElasticWorker
+from tfps.worker.pushes import Pushes
 from tfps.worker.worker import Worker
 
 pytestmark = moving.PATHS
@@ -34,25 +36,26 @@ ONES = np.ones(ITEMS, np.float32)
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
-    monkeypatch.setattr(elastic, "_MOST_CONNECT_S", 2.0)
+    monkeypatch.setattr(workers, "MOST_CONNECT_S", 2.0)
     monkeypatch.setattr(worker_module, "_REJOIN_S", 1.0)
 
 
 def test_nobody_lacks_a_result_whose_giver_dies_while_it_gives_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, repeat, deaf = Job(cluster), Worker.repeat, deafening(monkeypatch)
+    job, repeat, deaf = Job(cluster), Pushes.repeat, deafening(monkeypatch)
     job.step()
     deaf(job.workers[2])
     pushed = job.begin(GRADIENT)
     known = [summed(pending.wait()).tobytes() for pending, _ in pushed[:2]]
 
-    def dies(worker: Worker, number: int, giver: int, result: Payload | None, on_reply: Argument) -> None:
-        if worker.rank == giver == 0:
-            return worker.close("it dies")
-        return repeat(worker, number, giver, result, on_reply)
+    def dies(pushes: Pushes, number: int, giver: int, result: Payload | None, on_reply: Argument) -> None:
+        new = job.workers[0].core.next
+        if giver == 0 and new is not None and new.pushes is pushes:
+            return new.close("it dies")
+        return repeat(pushes, number, giver, result, on_reply)
 
-    monkeypatch.setattr(Worker, "repeat", dies)
+    monkeypatch.setattr(Pushes, "repeat", dies)
     job.servers[1].stop(0)
     assert [summed(pushed[2][0].wait()).tobytes()] == known[1:]
     poll(lambda: job.workers[1].view.ranks == (1, 2))
@@ -63,11 +66,11 @@ def test_what_a_codec_holds_back_stays_as_it_was(cluster: Cluster) -> None:
     for _ in range(3):
         for pending, _ in job.begin(GRADIENT):
             pending.wait()
-    before = [worker._worker._buckets[GRADIENT].residual for worker in job.workers]
+    before = [worker.core.worker._buckets[GRADIENT].residual for worker in job.workers]
     assert all(each is not None and each.any() for each in before)
     job.lose(1)
     for worker, residual in zip(job.workers, before, strict=True):
-        np.testing.assert_array_equal(worker._worker._buckets[GRADIENT].residual, residual)
+        np.testing.assert_array_equal(worker.core.worker._buckets[GRADIENT].residual, residual)
 
 
 @pytest.mark.parametrize("deaf_rank", [0, 1])
@@ -81,11 +84,11 @@ def test_a_residual_that_is_collected_counts_once(
     deaf(job.workers[deaf_rank])
     pushed = [Pending() for _ in job.workers]
     for worker, pending in zip(job.workers, pushed, strict=True):
-        worker.collect_residual(GRADIENT, pending)
+        worker.state.collect_residual(GRADIENT, pending)
     pushed[2].wait()
     job.lose(1)
     total = summed(pushed[deaf_rank].wait())
-    first, *others = (worker._worker._buckets[GRADIENT].residual for worker in job.workers)
+    first, *others = (worker.core.worker._buckets[GRADIENT].residual for worker in job.workers)
     np.testing.assert_array_equal(first, total)
     assert not any(each.any() for each in others if each is not None)
 
@@ -96,7 +99,7 @@ def test_rounds_that_were_pushed_again_are_counted_alike_by_a_newcomer(
     """A worker dies between two slices of a total, which is torn."""
     job, frames = Job(cluster), PushedBucket.frames
     job.step()
-    doomed = job.workers[2]._worker._buckets[TOTAL]
+    doomed = job.workers[2].core.worker._buckets[TOTAL]
 
     def first(self: PushedBucket, *arguments: Argument) -> list[Argument]:
         found = list(frames(self, *arguments))
@@ -132,7 +135,7 @@ def test_a_newcomer_that_comes_while_the_job_begins_anew_knows_what_that_has_dec
     assert held.wait(jobs.DEADLINE_S)
     addresses = [server.address for server in job.servers]
     with futures.ThreadPoolExecutor() as pool:
-        known = pool.submit(lambda: list(job.worker(addresses, 2).lines()))
+        known = pool.submit(lambda: list(job.worker(addresses, 2).joining.lines()))
         futures.wait([known], timeout=0.5)  # it might not wait
         goes_on.set()
         assert known.result(jobs.DEADLINE_S) == ["what newcomers need"]
@@ -161,20 +164,20 @@ def test_a_newcomer_to_a_job_that_has_moved_is_like_the_others(cluster: Cluster,
 def test_a_second_pserver_is_lost_before_the_workers_have_begun_anew(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, begin, met = Job(cluster), ElasticWorker._worker_with, threading.Barrier(3)
+    job, begin, met = Job(cluster), Workers.resumed, threading.Barrier(3)
     first = set(range(3))
 
-    def late(self: ElasticWorker, *arguments: Argument) -> Worker:
-        if self.rank in first:
-            first.remove(self.rank)
+    def late(self: Workers, reply: pb.RegroupReply, old: Worker, *more: str) -> Worker:
+        if old.rank in first:
+            first.remove(old.rank)
             met.wait(30.0)
-            if self.rank == 0:
+            if old.rank == 0:
                 job.servers[2].stop(0)
-            if self.rank == 1:  # the others have given up before it comes
+            if old.rank == 1:  # the others have given up before it comes
                 threading.Event().wait(0.5)
-        return begin(self, *arguments)
+        return begin(self, reply, old, *more)
 
-    monkeypatch.setattr(ElasticWorker, "_worker_with", late)
+    monkeypatch.setattr(Workers, "resumed", late)
     pushed = job.begin(GRADIENT, 2)
     job.servers[0].stop(0)
     pushed.append((push(job.workers[2], GRADIENT, ONES), ONES))
@@ -183,14 +186,14 @@ def test_a_second_pserver_is_lost_before_the_workers_have_begun_anew(
 
 
 def test_a_worker_dies_after_all_have_met(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, begin = Job(cluster, config=dataclasses.replace(CONFIG, connect_timeout_s=2.0)), ElasticWorker._worker_with
+    job, begin = Job(cluster, config=dataclasses.replace(CONFIG, connect_timeout_s=2.0)), Workers.resumed
 
-    def dies(self: ElasticWorker, *arguments: Argument) -> Worker:
-        if self.rank == 2:
+    def dies(self: Workers, reply: pb.RegroupReply, old: Worker, *more: str) -> Worker:
+        if old.rank == 2:
             threading.Event().wait()
-        return begin(self, *arguments)
+        return begin(self, reply, old, *more)
 
-    monkeypatch.setattr(ElasticWorker, "_worker_with", dies)
+    monkeypatch.setattr(Workers, "resumed", dies)
     pushed = job.begin(GRADIENT, 2)
     job.servers[0].stop(0)
     job.check(pushed)
@@ -207,23 +210,23 @@ def test_a_declaration_of_details_that_only_some_have_made_is_made_by_all(
     job.lose(0)
     job.step()
     job.workers.pop().close("it ends early")
-    assert job.worker([server.address for server in job.servers], 2).lines() == ["a detail"]
+    assert job.worker([server.address for server in job.servers], 2).joining.lines() == ["a detail"]
 
 
 @pytest.mark.parametrize("how", ["close", "fail"])
 def test_who_ends_while_the_job_begins_anew_leaves_nobody_waiting(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    job, begin = Job(cluster), ElasticWorker._worker_with
+    job, begin = Job(cluster), Workers.resumed
     ready, goes_on = threading.Event(), threading.Event()
 
-    def late(self: ElasticWorker, *arguments: Argument) -> Worker:
-        if self.rank == 2:
+    def late(self: Workers, reply: pb.RegroupReply, old: Worker, *more: str) -> Worker:
+        if old.rank == 2:
             ready.set()
             goes_on.wait(30.0)
-        return begin(self, *arguments)
+        return begin(self, reply, old, *more)
 
-    monkeypatch.setattr(ElasticWorker, "_worker_with", late)
+    monkeypatch.setattr(Workers, "resumed", late)
     pushed = job.begin(GRADIENT, 2)
     job.servers[0].stop(0)
     assert ready.wait(30.0)
@@ -255,13 +258,13 @@ def test_ranks_that_come_to_an_admission_before_and_after_a_loss_admit_the_same(
     job.workers.pop().close("it ends early")
     new = job.worker([server.address for server in job.servers], 2)
     new.declare(job.specs)
-    threading.Thread(target=lambda: attempt(functools.partial(new.take_part, 1)), daemon=True).start()
-    poll(lambda: job.workers[0].candidates(1) == [2])
+    threading.Thread(target=lambda: attempt(functools.partial(new.joining.take_part, 1)), daemon=True).start()
+    poll(lambda: job.workers[0].joining.candidates(1) == [2])
     found: list[object] = []
-    first = threading.Thread(target=lambda: found.extend(attempt(lambda: job.workers[0].admit([2]))))
+    first = threading.Thread(target=lambda: found.extend(attempt(lambda: job.workers[0].joining.admit([2]))))
     first.start()
     poll(lambda: (admission := job.servers[0]._job._admission) is not None and admission.called == {0})
     job.lose(0)
-    found += attempt(lambda: job.workers[1].admit([2]))
+    found += attempt(lambda: job.workers[1].joining.admit([2]))
     first.join(jobs.DEADLINE_S)
     assert found in ([None, None], [[0, 1], [0, 1]])

@@ -23,7 +23,8 @@ from tfps.errors import (
 from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
-from tfps.worker.elastic import ElasticWorker
+from tfps.recovery.phase import Phase
+from tfps.recovery.reconfiguration import Reconfiguration
 
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1], [1, 2]])
@@ -83,7 +84,7 @@ def test_a_declaration_that_only_some_have_made_is_made_by_all(
     job.check(job.begin(3))
     job.step()
     job.declare([], ["another"])
-    assert {worker._worker.declarations for worker in job.workers} == {job.workers[0]._worker.declarations}
+    assert {worker.core.worker.declarations for worker in job.workers} == {job.workers[0].core.worker.declarations}
 
 
 def test_the_only_pserver_comes_back_at_its_address(cluster: Cluster) -> None:
@@ -107,7 +108,7 @@ def test_a_pserver_that_joins_takes_its_part(cluster: Cluster) -> None:
     offer(job.servers[0].address, more.address, 3, Security())
     for _ in range(3):
         job.step()
-    poll(lambda: len(job.workers[0].links()) == 2)
+    poll(lambda: len(job.workers[0].info.links()) == 2)
     job.step()
     job.goes_on_with([job.servers[0], more])
     assert all(server.status().shard_bytes == 4 * ITEMS for server in (job.servers[0], more))
@@ -125,7 +126,7 @@ def test_a_pserver_joins_only_where_it_can(cluster: Cluster) -> None:
     with pytest.raises(PserverLostError, match=r"127\.0\.0\.1:1 \(--join\): pserver"):
         offer("127.0.0.1:1", other.address, 2, Security(), 0)
     jobs.job(cluster, 2, bucket(8))
-    address = jobs.job(cluster, 1, bucket(8))[0].links()[0].pserver
+    address = jobs.job(cluster, 1, bucket(8))[0].info.links()[0].pserver
     with pytest.raises(UnsupportedError, match="that updates on workers in mode='sync', or has snapshot_steps"):
         offer(address, "127.0.0.1:1", 1, Security(), 0)
 
@@ -135,7 +136,7 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
     job = Job(cluster)
     job.step()
-    monkeypatch.setattr(ElasticWorker, "_go_on", _but_rank(2, ElasticWorker._go_on))
+    monkeypatch.setattr(Reconfiguration, "_go_on", _but_rank(2, Reconfiguration._go_on))
     pushed = job.begin(GRADIENT, 2)
     job.servers[2].stop(0)
     for pending, _ in pushed:
@@ -150,13 +151,14 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     assert {worker.view.ranks for worker in job.workers} == {(0, 1)}
     monkeypatch.undo()
     failed = Failed(late)
-    late._go_on(late._worker, late._begin_anew, PserverLostError("it has slept"))
+    again = late.reconfiguration
+    again._go_on(late.core.worker, again._begin_anew, PserverLostError("it has slept"))
     assert isinstance(failed.wait(), WorkerLostError)
     assert "went on without this one" in str(failed.wait())
 
 
 def _but_rank(rank: int, go_on: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, *arguments: None if self.rank == rank else go_on(self, *arguments)
+    return lambda self, *arguments: None if self._core.rank == rank else go_on(self, *arguments)
 
 
 def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:
@@ -165,9 +167,9 @@ def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:
     job.servers[0].stop(0)
     job.step()
     candidate = job.worker([server.address for server in job.servers], 2)
-    assert candidate.candidate
+    assert candidate.joining.candidate
     assert candidate.declare(SPECS) == [GRADIENT, WORDS, TOTAL]
-    assert [link.pserver for link in candidate.links()] == [server.address for server in job.servers[1:]]
+    assert [link.pserver for link in candidate.info.links()] == [server.address for server in job.servers[1:]]
 
 
 def test_without_any_pserver_the_job_ends_by_name(cluster: Cluster) -> None:
@@ -187,7 +189,7 @@ def test_who_closes_while_workers_meet_ends_at_once(cluster: Cluster) -> None:
     job = Job(cluster, pservers=1)
     pending, *_ = job.begin(GRADIENT, 2)
     job.servers[0].stop(0)
-    poll(lambda: job.workers[0]._regrouping)
+    poll(lambda: job.workers[0].core.phase is Phase.MEETING)
     for worker in job.workers:
         worker.close()
     assert isinstance(pending[0].error(), (ClosedError, PserverLostError))

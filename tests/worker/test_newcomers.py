@@ -57,11 +57,11 @@ class Job:
     def admit(self, *newcomers: Worker) -> list[list[int]]:
         """What all of them return."""
         first = self.workers[0]
-        joining = [functools.partial(each.take_part, 1) for each in newcomers]
+        joining = [functools.partial(each.joining.take_part, 1) for each in newcomers]
 
         def admit(worker: Worker) -> Sequence[int] | None:
-            poll(lambda: first.candidates(1) == sorted(each.rank for each in newcomers))
-            return worker.admit(sorted(each.rank for each in newcomers))
+            poll(lambda: first.joining.candidates(1) == sorted(each.rank for each in newcomers))
+            return worker.joining.admit(sorted(each.rank for each in newcomers))
 
         found = together(*joining, *(functools.partial(admit, worker) for worker in self.workers))
         return [list(ranks or ()) for ranks in found]
@@ -75,13 +75,13 @@ def under_way(cluster: Cluster) -> Job:
 @pytest.mark.parametrize("rank", [2, None])
 def test_a_newcomer_gets_a_free_number_and_takes_part_when_all_let_it(under_way: Job, rank: int | None) -> None:
     newcomer = under_way.newcomer(rank)
-    assert (newcomer.rank, newcomer.candidate) == (2, True)
-    assert newcomer.lines() == ["a line for newcomers"]
+    assert (newcomer.rank, newcomer.joining.candidate) == (2, True)
+    assert newcomer.joining.lines() == ["a line for newcomers"]
     assert newcomer.declare([WORDS]) == [2]  # in another order than the others
     assert newcomer.declare([GRADIENT, TOTAL]) == [0, 1]
     under_way.exchange(under_way.workers)  # who do not wait for it
     assert under_way.admit(newcomer) == [[0, 1]] * 3
-    assert not newcomer.candidate
+    assert not newcomer.joining.candidate
     for worker in (*under_way.workers, newcomer):
         assert worker.view.ranks == (0, 1, 2)
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> No
     assert (summed(total).tolist(), list(total.ranks)) == ([1.0, 1.0], [2])
     with pytest.raises(UnsupportedError, match=r"rank 2: a worker can join a job under way in model.fit only"):
         push(newcomer, 0, ONES).wait()
-    with newcomer.trying_out():
+    with newcomer.joining.trying_out():
         assert summed(push(newcomer, 0, ONES).wait()).tolist() == [1.0] * 750
 
 
@@ -124,7 +124,7 @@ def test_two_newcomers_at_once_and_one_that_dies_before(cluster: Cluster) -> Non
     dies, first, second = job.newcomer(1), None, None
     dies.declare([GRADIENT, TOTAL])
     dies.close()
-    poll(lambda: job.workers[0].candidates(1) == [])
+    poll(lambda: job.workers[0].joining.candidates(1) == [])
     first, second = job.newcomer(), job.newcomer()
     assert sorted([first.rank, second.rank]) == [1, 2]
     assert job.admit(first, second) == [[0]] * 3
@@ -134,15 +134,15 @@ def test_two_newcomers_at_once_and_one_that_dies_before(cluster: Cluster) -> Non
 def test_a_newcomer_that_is_gone_when_the_others_let_it_does_not_take_part(under_way: Job) -> None:
     newcomer = under_way.newcomer()
     newcomer.close()
-    assert together(*(functools.partial(worker.admit, [2]) for worker in under_way.workers)) == [None, None]
+    assert together(*(functools.partial(worker.joining.admit, [2]) for worker in under_way.workers)) == [None, None]
     under_way.exchange(under_way.workers)
 
 
 def test_a_newcomer_to_a_training_that_is_over_learns_it(under_way: Job) -> None:
     newcomer = under_way.newcomer()
-    assert under_way.workers[0].candidates(2) == []  # the others are in their second
-    assert newcomer.take_part(1) is None
-    assert newcomer.candidate
+    assert under_way.workers[0].joining.candidates(2) == []  # the others are in their second
+    assert newcomer.joining.take_part(1) is None
+    assert newcomer.joining.candidate
 
 
 def test_a_newcomer_waits_for_a_while_only(cluster: Cluster) -> None:
@@ -152,7 +152,7 @@ def test_a_newcomer_waits_for_a_while_only(cluster: Cluster) -> None:
     with pytest.raises(
         WaitTimeoutError, match=r"rank 2: the other workers have come to no .* within 0.1 s; TFPS_REJOIN"
     ):
-        newcomer.take_part(1)
+        newcomer.joining.take_part(1)
 
 
 def test_another_program_is_refused_and_the_others_go_on(under_way: Job) -> None:
@@ -201,7 +201,7 @@ def updating(cluster: Cluster) -> Job:
     """A job whose pservers have parameters, after one step of the two workers that are left."""
     job = Job(cluster, config=dataclasses.replace(GOES_ON, update="server"))
     declare(job.workers, PARAMETERS)
-    job.workers[0].write(3, 0, 0, np.zeros(750, np.float32))
+    job.workers[0].state.write(3, 0, 0, np.zeros(750, np.float32))
     for reply in updated(job.workers, 0, mark=1):
         assert summed(reply.wait()).tolist() == [-0.5] * 750
     return job
@@ -210,7 +210,7 @@ def updating(cluster: Cluster) -> Job:
 def test_pservers_keep_parameters_and_slots_while_a_worker_joins(updating: Job) -> None:
     newcomer = updating.newcomer()
     assert newcomer.declare([PARAMETERS]) == [3]
-    with newcomer.trying_out():
+    with newcomer.joining.trying_out():
         (alone,) = updated([newcomer], 0)
     assert summed(alone.wait()).tolist() == [1.0] * 750  # what it has pushed
     updating.admit(newcomer)

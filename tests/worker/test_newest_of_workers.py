@@ -21,10 +21,10 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
+from tfps.recovery.exchange import ElasticExchange
+from tfps.recovery.latest import Latest
 from tfps.types import Array
 from tfps.worker.client import PserverClient
-from tfps.worker.elastic import ElasticWorker
-from tfps.worker.newest import Newest
 from tfps.worker.worker import Worker
 
 pytestmark = moving.PATHS
@@ -56,10 +56,10 @@ class Training(moving.Job):
         self.snapshots = [self.slots] * WORKERS  # and the slots of its snapshot
         self.pushes = [0] * WORKERS  # since all have assigned values
 
-    def push(self, worker: ElasticWorker, gradient: Array, mark: int = 0) -> Pending:
+    def push(self, worker: ElasticExchange, gradient: Array, mark: int = 0) -> Pending:
         """As `bring` in runtime/remote.py."""
         if wrote := mark > 0 and worker.rank == worker.view.ranks[0]:
-            worker.write(MODEL, 0, 0, self.parameters)
+            worker.state.write(MODEL, 0, 0, self.parameters)
         reply = Pending()
         worker.push(MODEL, gradient, reply, step_scalars=StepScalars(mark, (0.0, float(RATE)), wrote).pack())
         return reply
@@ -116,7 +116,7 @@ class Training(moving.Job):
     def check(self) -> None:  # type: ignore[override]
         for worker in self.workers:
             for array, expected in enumerate([self.parameters, self.slots][: 1 + self.has_slots]):
-                found = worker.read(MODEL, array, 0, 4 * ITEMS).view(np.float32)
+                found = worker.state.read(MODEL, array, 0, 4 * ITEMS).view(np.float32)
                 np.testing.assert_array_equal(found, expected)
 
 
@@ -139,7 +139,7 @@ def test_training_goes_on_with_the_newest_that_each_worker_has(
 
 
 def worker_state(job: Training, array: int) -> Array:
-    return job.workers[0].read(MODEL, array, 0, 4 * ITEMS).view(np.float32)
+    return job.workers[0].state.read(MODEL, array, 0, 4 * ITEMS).view(np.float32)
 
 
 def test_who_is_left_keeps_all_after_its_next_step(cluster: Cluster) -> None:
@@ -223,7 +223,7 @@ def test_a_pserver_lost_while_ranks_read_at_a_barrier_leaves_all_with_the_same(c
     job.end_assigning(job.assign())
     job.train(0, 1, 2, 2, 1, 0, 2, 1, 2)
     for worker in job.workers:
-        worker.quiesce()
+        worker.peers.quiesce()
     for pending, _ in job.begin(moving.TOTAL):
         pending.wait()
     read = [summed(jobs.push(job.workers[0], MODEL, None).wait()).copy()]
@@ -249,10 +249,10 @@ def test_a_pserver_joins_once_all_ranks_have_what_is_kept(cluster: Cluster, case
     job.servers.append(cluster.pserver(WORKERS))
     offer(job.servers[0].address, job.servers[-1].address, WORKERS, Security())
     poll(lambda: (asked := job.servers[0]._job._admission) is not None and 0 in asked.called)  # it has what it needs
-    assert all(len(worker.links()) == 2 for worker in job.workers)
+    assert all(len(worker.info.links()) == 2 for worker in job.workers)
     job.train(*(worker.rank for worker in job.workers))
     job.train(*(worker.rank for worker in job.workers))
-    poll(lambda: all(len(worker.links()) == 3 for worker in job.workers))
+    poll(lambda: all(len(worker.info.links()) == 3 for worker in job.workers))
     for worker in job.workers:
         job.push(worker, job.gradient()).wait()
 
@@ -287,21 +287,21 @@ def test_values_that_one_rank_has_assigned_do_not_count_early_on_the_next_pserve
 
 def test_a_counter_gives_each_number_once(cluster: Cluster) -> None:
     job = Training(cluster)
-    drawn = [worker.fetch_add("batches") for worker in job.workers[:2] for _ in range(3)]
+    drawn = [worker.peers.fetch_add("batches") for worker in job.workers[:2] for _ in range(3)]
     for lost in (0, 1):
         job.lose(lost)
-        drawn += together(*(functools.partial(worker.fetch_add, "batches") for worker in job.workers))
+        drawn += together(*(functools.partial(worker.peers.fetch_add, "batches") for worker in job.workers))
         job.servers[lost] = cluster.pserver(WORKERS)
         if not lost:
             offer(job.servers[1].address, job.servers[0].address, WORKERS, Security())
-            poll(lambda: all(len(worker.links()) == 2 for worker in job.workers))
+            poll(lambda: all(len(worker.info.links()) == 2 for worker in job.workers))
     assert sorted(drawn) == list(range(12))
 
 
 def test_who_waits_for_all_others_holds_nobody_up(cluster: Cluster) -> None:
     job = Training(cluster, staleness=0, update=PLAIN)
     job.end_assigning(job.assign())
-    job.workers[2].quiesce()
+    job.workers[2].peers.quiesce()
     job.lose_state(0)
     for _ in range(3):
         pushed = [job.push(worker, job.gradient()) for worker in job.workers[:2]]
@@ -313,7 +313,7 @@ def test_who_has_met_all_others_is_waited_for_again(cluster: Cluster) -> None:
     job = Training(cluster, staleness=0, update=PLAIN)
     job.end_assigning(job.assign())
     for worker in job.workers:
-        worker.quiesce()
+        worker.peers.quiesce()
     for pending, _ in job.begin(moving.TOTAL):  # they meet
         pending.wait()
     job.lose_state(0)
@@ -333,7 +333,7 @@ def test_a_number_drawn_while_a_pserver_is_lost_is_nobody_elses(
 ) -> None:
     """The pserver has given it, and the worker gets it when all have gone on."""
     job, fetch_add = Training(cluster), PserverClient.fetch_add
-    drawn = [worker.fetch_add("batches") for worker in job.workers for _ in range(2)]
+    drawn = [worker.peers.fetch_add("batches") for worker in job.workers for _ in range(2)]
     given, goes_on = threading.Event(), threading.Event()
 
     def slow(client: PserverClient, counter: str) -> int:
@@ -345,39 +345,39 @@ def test_a_number_drawn_while_a_pserver_is_lost_is_nobody_elses(
 
     monkeypatch.setattr(PserverClient, "fetch_add", slow)
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(job.workers[0].fetch_add, "batches")
+        late = pool.submit(job.workers[0].peers.fetch_add, "batches")
         assert given.wait(jobs.DEADLINE_S)
         job.lose(1)
         goes_on.set()
         drawn.append(late.result(jobs.DEADLINE_S))
-    drawn += together(*(functools.partial(worker.fetch_add, "batches") for worker in job.workers))
+    drawn += together(*(functools.partial(worker.peers.fetch_add, "batches") for worker in job.workers))
     assert len(set(drawn)) == len(drawn)
 
 
 def test_a_pserver_that_ends_while_pushes_are_given_again_holds_up_no_call(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, give = Training(cluster, staleness=0), Newest.give
+    job, give = Training(cluster, staleness=0), Latest.give
     job.end_assigning(job.assign())
     for pending in [job.push(worker, job.gradient()) for worker in job.workers]:
         pending.wait()
     ahead = job.push(job.workers[0], job.gradient())  # in flight when the first pserver ends
     address, ended = job.servers[1].address, threading.Event()
 
-    def gives(kept: Newest, rank: int, worker: Worker) -> None:
+    def gives(kept: Latest, rank: int, worker: Worker) -> None:
         if rank == 0 and worker is not first and not ended.is_set():
             job.servers[1].stop(0)
             ended.set()
         give(kept, rank, worker)
 
-    first = job.workers[0]._worker
-    monkeypatch.setattr(Newest, "give", gives)
+    first = job.workers[0].core.worker
+    monkeypatch.setattr(Latest, "give", gives)
     job.servers[0].stop(0)
     assert ended.wait(jobs.DEADLINE_S)
     host, _, port = address.rpartition(":")
     again = ParameterServer(host, int(port), workers=WORKERS)
     cluster.callback(again.stop, 0.2)
-    poll(lambda: all([link.pserver for link in worker.links()] == [address] for worker in job.workers))
+    poll(lambda: all([link.pserver for link in worker.info.links()] == [address] for worker in job.workers))
     for pending in [ahead, *(job.push(worker, job.gradient()) for worker in job.workers)]:
         pending.wait()
-    job.workers[0].fetch_add("batches")
+    job.workers[0].peers.fetch_add("batches")

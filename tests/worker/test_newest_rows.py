@@ -16,9 +16,9 @@ from tfps.config import Config, Security
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
+from tfps.recovery.exchange import ElasticExchange
 from tfps.tables.table import Table
 from tfps.types import Argument, Array
-from tfps.worker.elastic import ElasticWorker
 
 pytestmark = moving.PATHS
 WORKERS = 3
@@ -50,15 +50,15 @@ class Training(moving.Job):
     def draw(self) -> Array:
         return self.random.choice(IDS, int(self.random.integers(1, 30)), replace=False)
 
-    def ask(self, worker: ElasticWorker, ids: Array, **options: Argument) -> Pending:
+    def ask(self, worker: ElasticExchange, ids: Array, **options: Argument) -> Pending:
         pending = Pending()
-        worker.ask(TABLE, ids, self.steps[worker.rank], pending, **options)
+        worker.tables.ask(TABLE, ids, self.steps[worker.rank], pending, **options)
         return pending
 
-    def add(self, worker: ElasticWorker, ids: Array, gradients: Array) -> Pending:
+    def add(self, worker: ElasticExchange, ids: Array, gradients: Array) -> Pending:
         pending, step = Pending(), self.steps[worker.rank]
         self.steps[worker.rank] += 1
-        worker.add(TABLE, ids, gradients, step, SCALARS.pack(), pending)
+        worker.tables.add(TABLE, ids, gradients, step, SCALARS.pack(), pending)
         return pending
 
     def save(self) -> None:
@@ -166,7 +166,7 @@ def test_the_only_pserver_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     again = ParameterServer("127.0.0.1", job.servers[0].port, workers=WORKERS)
     cluster.callback(again.stop, 0.2)
     job.goes_back()
-    poll(lambda: all(worker._worker.view.generation for worker in job.workers))
+    poll(lambda: all(worker.core.worker.view.generation for worker in job.workers))
     job.train(1, 0, 2)
     job.check_all()
     job.goes_on_with([again])
@@ -178,7 +178,7 @@ def test_replaced_rows_are_in_a_snapshot(cluster: Cluster, tmp_path: Path) -> No
         ids = np.sort(job.draw())
         rows = np.full((len(ids), 3), 1.0 + number, np.float32)
         calls = [
-            functools.partial(each.put_rows, TABLE, job.steps[each.rank], ids, rows, f"{number}")
+            functools.partial(each.tables.put_rows, TABLE, job.steps[each.rank], ids, rows, f"{number}")
             for each in job.workers
         ]
         together(*calls)
@@ -195,7 +195,7 @@ def test_replaced_rows_are_in_a_snapshot(cluster: Cluster, tmp_path: Path) -> No
         job.check_all()
         job.servers = [job.servers[0], cluster.pserver(WORKERS)]
         offer(job.servers[0].address, job.servers[1].address, WORKERS, Security())
-        poll(lambda: all(len(worker.links()) == 2 for worker in job.workers))
+        poll(lambda: all(len(worker.info.links()) == 2 for worker in job.workers))
         job.goes_back()
         job.check_all()
 

@@ -278,17 +278,17 @@ def test_saved_rows_come_back_on_any_number_of_pservers(pservers: int, cluster: 
     for step, parts in enumerate(steps[:5]):
         for worker, (ids, gradients) in zip(members, parts, strict=True):
             added(worker, ids, gradients, step)
-    full = members[0].save_rows(0, 5, str(tmp_path / "full"), "user", None)
+    full = members[0].tables.save_rows(0, 5, str(tmp_path / "full"), "user", None)
     for step, parts in enumerate(steps[5:], 5):
         for worker, (ids, gradients) in zip(members, parts, strict=True):
             added(worker, ids, gradients, step)
-    more = members[0].save_rows(0, 8, str(tmp_path / "more"), "user", full.step)
+    more = members[0].tables.save_rows(0, 8, str(tmp_path / "more"), "user", full.step)
     assert full.full
     assert not more.full
     reference = expected(steps, described())
     (worker,) = jobs.job(cluster, 1, bucket(), pservers=pservers)
     added(worker, ids_of(99), np.ones((1, 3), np.float32), 0).wait()
-    restored = worker.restore_rows(0, 1, [str(tmp_path / "full"), str(tmp_path / "more")], "user", "an id")
+    restored = worker.tables.restore_rows(0, 1, [str(tmp_path / "full"), str(tmp_path / "more")], "user", "an id")
     assert restored.rows == reference.stats().rows
     np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 1).wait()), reference.pull(EVERY))
     ones = np.ones((len(EVERY), 3), np.float32)
@@ -302,16 +302,18 @@ def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path
     ones = np.ones((1, 3), np.float32)
     for worker in (first, second):
         added(worker, ids_of(4), ones, 0)
-    first.save_rows(0, 1, str(tmp_path), "user", None)
+    first.tables.save_rows(0, 1, str(tmp_path), "user", None)
     saved = rows_of(asked(first, ids_of(4), 1).wait())
     arguments = 0, 1, [str(tmp_path)], "user", "an id"
     with pytest.raises(WaitTimeoutError, match="rank 1"):
-        first.put_rows(0, 1, ids_of(4), ones, "put")
+        first.tables.put_rows(0, 1, ids_of(4), ones, "put")
     np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), saved)
     for _ in range(2):  # what has been restored may be restored again
-        jobs.together(*(lambda each=each: each.put_rows(0, 1, ids_of(4), ones, "put") for each in (first, second)))
+        jobs.together(
+            *(lambda each=each: each.tables.put_rows(0, 1, ids_of(4), ones, "put") for each in (first, second))
+        )
         np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), ones)
-        jobs.together(*(lambda each=each: each.restore_rows(*arguments) for each in (first, second)))
+        jobs.together(*(lambda each=each: each.restore_rows(*arguments) for each in both))
         np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), 1).wait()), saved)
 
 
@@ -323,12 +325,12 @@ def test_who_replaces_rows_waits_for_the_others_as_long_as_the_job_says(
     declare([first, second], bucket())
     monkeypatch.setattr(server, "_MAX_WAIT_S", 0.0)  # of other calls
     arguments = 0, 0, ids_of(4), np.ones((1, 3), np.float32), "put"
-    waiting = threading.Thread(target=first.put_rows, args=arguments)
+    waiting = threading.Thread(target=first.tables.put_rows, args=arguments)
     waiting.start()
     tables = [each for _, each in pserver._job._shard.slices() if isinstance(each, TableSlice)]
     poll(lambda: not waiting.is_alive() or any(each._meetings for each in tables))
     assert waiting.is_alive()
-    second.put_rows(*arguments)
+    second.tables.put_rows(*arguments)
     waiting.join()
     np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 0).wait()), np.ones((1, 3)))
 
@@ -338,8 +340,8 @@ def test_one_rank_restores_alone_what_others_wait_for(cluster: Cluster, tmp_path
     ones = np.ones((1, 3), np.float32)
     for worker in (first, second):
         added(worker, ids_of(4), ones, 0)
-    first.save_rows(0, 1, str(tmp_path), "user", None)
-    restored = first.restore_rows(0, 1, [str(tmp_path)], "user", "an id", alone=True)
+    first.tables.save_rows(0, 1, str(tmp_path), "user", None)
+    restored = first.tables.restore_rows(0, 1, [str(tmp_path)], "user", "an id", alone=True)
     assert restored.rows == 1
 
 

@@ -25,6 +25,7 @@ from tfps.graph.tf_private import check_effects
 from tfps.keras_hooks.random_numbers import share_random_states
 from tfps.launch.cluster_spec import Cluster, cluster_of, from_tasks, locate, pservers_of, started_with
 from tfps.launch.rendezvous import rendezvous
+from tfps.recovery.exchange import ElasticExchange
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.trace_run import TraceRun, record_unattended
@@ -34,7 +35,6 @@ from tfps.strategy.preemption import leave_on_sigterm
 from tfps.strategy.table_files import restore_tables, save_tables
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
-from tfps.worker.elastic import ElasticWorker
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.worker import Worker
 
@@ -357,7 +357,7 @@ class _Connection:
         if cluster.pservers:
             about: dict[str, Argument] = {"rank": cluster.rank, "workers": cluster.workers, "job": cluster.job}
             if config.outlives_pservers:
-                exchange = ElasticWorker(cluster.pservers, **about, config=config, recorder=recorder)
+                exchange = ElasticExchange(cluster.pservers, **about, config=config, recorder=recorder)
             else:
                 exchange = Worker(cluster.pservers, **about, config=config, recorder=recorder)
         else:

@@ -28,7 +28,7 @@ from tfps.worker.bucket import Push, PushedBucket
 
 FIRST_ASKED = 2**16  # the index of a frame that asks for rows; those with gradients count from 0
 _MOST_ASKED = 2**30  # then they begin anew
-_NO_ROWS = np.empty(0, np.uint8)
+NO_ROWS = np.empty(0, np.uint8)
 
 Frames = Iterator[tuple[int, Outgoing]]  # each with the pserver that it goes to
 
@@ -103,7 +103,7 @@ class TableBucket(PushedBucket):
         """Begins a request that nobody waits for yet; as `ask`."""
         frames = self._asking(number, ids, foreseen.step, foreseen.push, trains=True, foreseen=foreseen)
         if not frames:
-            foreseen.reply = Reply(sum=_NO_ROWS, ranks=self.everybody, step=foreseen.step)
+            foreseen.reply = Reply(sum=NO_ROWS, ranks=self.everybody, step=foreseen.step)
         return iter(frames)
 
     def _asking(
@@ -251,4 +251,4 @@ class TableBucket(PushedBucket):
         if missing or not self._end(push):
             return None
         del self._added[header.step]
-        return push.on_reply, Reply(sum=_NO_ROWS, ranks=push.ranks, step=header.step)
+        return push.on_reply, Reply(sum=NO_ROWS, ranks=push.ranks, step=header.step)

@@ -75,11 +75,11 @@ def _work() -> dict[str, Json]:
 
     from tfps.config import Config
     from tfps.exchange.interface import BucketSpec, Reply
+    from tfps.recovery.exchange import ElasticExchange
     from tfps.trace.recorder import Recorder
-    from tfps.worker.elastic import ElasticWorker
 
     addresses, rank = os.environ["TFPS_PSERVERS"].split(","), int(os.environ["TFPS_RANK"])
-    worker = ElasticWorker(addresses, rank=rank, config=Config.from_environment(min_workers=1), recorder=Recorder())
+    worker = ElasticExchange(addresses, rank=rank, config=Config.from_environment(min_workers=1), recorder=Recorder())
     (bucket,) = worker.declare([BucketSpec(("gradient",), "sum", NBYTES, "float32", 0)])
     payload, replies = np.ones(NBYTES // 4, np.float32), queue.SimpleQueue[Reply]()
     times: list[float] = []

@@ -37,12 +37,12 @@ def exchange(folder: str, size_mb: int) -> None:
     from tfps.config import Config
     from tfps.exchange.interface import BucketSpec, Reply
     from tfps.exchange.update_spec import StepScalars, UpdateSpec
+    from tfps.recovery.exchange import ElasticExchange
     from tfps.trace.recorder import Recorder
-    from tfps.worker.elastic import ElasticWorker
 
     rank, config = int(os.environ["TFPS_RANK"]), Config.from_environment(min_workers=1)
     addresses = os.environ["TFPS_PSERVERS"].split(",")
-    worker = ElasticWorker(addresses, rank=rank, config=config, recorder=Recorder())
+    worker = ElasticExchange(addresses, rank=rank, config=config, recorder=Recorder())
     nbytes = min(size_mb * 1_000_000, BUCKET_BYTES)
     names = [f"gradient {number}" for number in range(size_mb * 1_000_000 // nbytes)]
     update, items = None, nbytes // 4
@@ -52,7 +52,7 @@ def exchange(folder: str, size_mb: int) -> None:
     specs = [BucketSpec((name,), "sum", nbytes, "float32", i, update=update) for i, name in enumerate(names)]
     buckets, payload = worker.declare(specs), np.ones(items, np.float32)
     for bucket in buckets if update is not None and rank == 0 else ():
-        worker.write(bucket, 0, 0, payload)
+        worker.state.write(bucket, 0, 0, payload)
     with pathlib.Path(folder, f"{rank}.times").open("ab", buffering=0) as times:
         for step in range(2**31):
             replied = threading.Semaphore(0)

@@ -11,7 +11,7 @@ Tested in tests/worker/test_newest_of_workers.py and tests/elastic/test_lost_pse
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import numpy as np
 
@@ -19,16 +19,19 @@ from tfps.exchange.codecs import Bytes
 from tfps.exchange.interface import BucketSpec, Reply, kept_arrays
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.worker.kept import Push, Snapshot, Write, part_of
+from tfps.recovery.journal import Journal, Push, Resumption, Snapshot, Write, part_of
 from tfps.worker.worker import Worker
 
 
-class Newest:
-    """The newest parameters of bucket `number`, and a snapshot of its slots. The caller holds the bucket's lock."""
+class Latest(Journal):
+    """The newest parameters of bucket `number`, and a snapshot of its slots."""
 
     def __init__(self, number: int, spec: BucketSpec, update: UpdateSpec, every: int) -> None:
         self._number, self._nbytes, self._update, self._every = number, spec.nbytes, update, every
         self._slots = range(1, kept_arrays(spec))
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
         self.writes: list[Write] = []  # before the next push
         self._given = 0  # pushes
         self._parameters: Bytes | None = None  # as they came last; None: nothing has been answered
@@ -39,12 +42,15 @@ class Newest:
 
     @property
     def oldest(self) -> tuple[int, ...] | None:
-        """Who have the parts of the snapshot; None: there is nothing to have. Nobody while all assign values."""
+        """Nobody while all assign values."""
         if self._marked != self._assigned:
             return ()
         if not (self._slots and self._assigned):
             return None
         return self._snapshot.ranks if self._snapshot_assigned == self._assigned else ()
+
+    def write(self, write: Write) -> None:
+        self.writes.append(write)
 
     def add(self, push: Push) -> None:
         push.writes, self.writes = self.writes, []
@@ -53,13 +59,12 @@ class Newest:
         self._marked += push.assigns
 
     def give(self, rank: int, worker: Worker) -> None:
-        """Takes a snapshot if it is time, before the next push goes to `worker`."""
         ranks = worker.view.ranks
         due = (self._given + self._number) % self._every == 0  # not of all buckets at once
         changed = (self._snapshot.ranks, self._snapshot_assigned) != (ranks, self._assigned)
         if self._assigned and self._slots and (due or changed):
             begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
-            values = [worker.read(self._number, array, begin, end - begin) for array in self._slots]
+            values = [worker.state.read(self._number, array, begin, end - begin) for array in self._slots]
             self._snapshot, self._snapshot_assigned = Snapshot(ranks, begin, values), self._assigned
         self._given += 1
 
@@ -69,9 +74,8 @@ class Newest:
         self._assigned += push.assigns
         self._reads += push.reads
 
-    def report(self) -> pb.Newest:
-        """What this worker has, for others who are to agree with what they go on."""
-        return pb.Newest(
+    def report(self, report: pb.Report) -> None:
+        report.newest.add(
             bucket=self._number,
             assigned=self._assigned,
             slots=bool(self._slots),
@@ -80,23 +84,20 @@ class Newest:
             reads=self._reads,
         )
 
-    def restore(
-        self, rank: int, ranks: tuple[int, ...], worker: Worker, pushes: Iterable[Push], newest: int | None
-    ) -> None:
-        """Writes the part of `rank`, one of `ranks`, to new pservers, which `pushes` are given to then.
-
-        If `newest` is a rank, that one writes all parameters: it has read them at a barrier, and others have not yet.
-        """
+    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+        """If one rank has the newest parameters, it writes all: it has read them at a barrier, others have not yet."""
+        if to.gone:
+            return
         for push in pushes:
             if push.given and not push.assigns:
                 push.payload, push.step_scalars = None, b""  # it only reads
         if not self._assigned or self._parameters is None:
             return
-        begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
-        if newest == rank:
-            worker.write(self._number, 0, 0, self._parameters)
-        elif newest is None and end > begin:
-            worker.write(self._number, 0, begin, self._parameters[begin:end])
+        begin, end = part_of(self._nbytes, to.ranks.index(to.rank), len(to.ranks))
+        if to.newest == to.rank:
+            worker.state.write(self._number, 0, 0, self._parameters)
+        elif to.newest is None and end > begin:
+            worker.state.write(self._number, 0, begin, self._parameters[begin:end])
         if end > begin:
             for array, values in zip(self._slots, self._snapshot.values, strict=False):
-                worker.write(self._number, array, begin, values)
+                worker.state.write(self._number, array, begin, values)

@@ -1,6 +1,7 @@
-"""What a worker keeps of a bucket that pservers update, so that others can go on with it (`Config.snapshot_steps`).
+"""The journal of a bucket: what a worker keeps so that other pservers can go on with it (`Config.snapshot_steps`).
 
-A **snapshot** is what pservers have before a step: parameters and slots, of which each worker takes a part. With it a
+`Replay` is that of a bucket whose rounds all ranks step through together; others are in latest.py and rows.py. A
+**snapshot** is what pservers have before a step: parameters and slots, of which each worker takes a part. With it a
 worker keeps its pushes since then. When a pserver is lost, the workers write their parts to the next ones and push
 again: the same rounds, with the same results, while their programs wait. No worker goes back. (Checkpoints with message
 logging: Elnozahy et al., https://doi.org/10.1145/568522.568525.)
@@ -11,14 +12,16 @@ Tested in tests/worker/test_kept_by_workers.py and tests/elastic/test_lost_pserv
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import join_gathered, split_gathered
 from tfps.exchange.codecs import ITEM_BYTES
 from tfps.exchange.interface import OnReply, Payload, Reply
 from tfps.protos import tfps_pb2 as pb
+from tfps.recovery.files import Files, Save
 from tfps.types import Array, Buffer
 from tfps.worker.worker import Worker
 
@@ -53,9 +56,9 @@ class Push:
         """Gives it to `worker`."""
         self.given = True
         for write in self.writes:
-            worker.write(number, *write)
+            worker.state.write(number, *write)
         if self.collects:
-            worker.collect_residual(number, take)
+            worker.state.collect_residual(number, take)
         else:
             worker.push(number, self.payload, take, self.step_scalars)
 
@@ -80,15 +83,100 @@ def part_of(nbytes: int, place: int, count: int) -> tuple[int, int]:
     return ITEM_BYTES * (items * place // count), ITEM_BYTES * (items * (place + 1) // count)
 
 
-class Kept:
-    """Snapshots of bucket `number` and the pushes since the oldest one. The caller holds the bucket's lock."""
+class Resumption(NamedTuple):
+    """With what the job goes on, as all workers have agreed: see `RegroupReply`."""
+
+    step: int  # the bucket's, from which on all push
+    rank: int  # this worker's
+    ranks: tuple[int, ...]  # who takes part
+    gone: bool = False  # whether nobody has what pservers kept
+    newest: int | None = None  # the rank that has the newest parameters, if not all have
+    folder: str = ""  # of a table's files
+
+
+class Journal(Protocol):
+    """What a worker keeps of one bucket. The caller holds the bucket's lock.
+
+    A journal gets every push before a worker does (`add`, then `give`) and every reply (`answered`); when pservers are
+    lost it says what it has (`report`), and does its part so that others have it (`resume`).
+    """
+
+    replays: bool = False  # whether rounds are computed again from it: pushes are given again, from `next` on
+
+    @property
+    def oldest(self) -> tuple[int, ...] | None:
+        """Who have the parts of the oldest snapshot; None: nothing is needed, or it is where all can read it."""
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether all pushes have been given and answered."""
+        return True
+
+    def begin(self, step: int) -> None:
+        """Begins at `step`, before which this worker has nothing: nobody has, or others."""
+
+    def write(self, write: Write) -> None:
+        """Keeps a write that goes with the next push."""
+        raise ProtocolError("rows of a table are not written by position")
+
+    def add(self, push: Push) -> None: ...
+
+    def drop_last(self) -> None:
+        """Takes back what was added last and could not be given."""
+        return
+
+    def give(self, rank: int, worker: Worker) -> None:
+        """Takes a snapshot if it is time, before the next push goes to `worker`."""
+
+    def answered(self, push: Push, reply: Reply) -> None: ...
+
+    def admit(self, rank: int, worker: Worker, others: tuple[int, ...]) -> None:
+        """Takes what is needed of `others` before somebody joins, who has nothing of what came before."""
+        return
+
+    def report(self, report: pb.Report) -> None:
+        """Adds what this worker has, for others who are to agree with what they go on."""
+
+    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+        """Writes this rank's part to `worker`, which has other pservers; `pushes` have not been answered."""
+
+    def dropped(self, pushes: Collection[Push]) -> Sequence[Push]:
+        """Those that pservers may have had and that are not given again."""
+        return ()
+
+    # Of a table
+
+    @property
+    def files(self) -> Files | None:
+        return None
+
+    def is_due_of(self, rank: int, ranks: tuple[int, ...]) -> bool:
+        """Whether this rank has pservers write a snapshot before the next push."""
+        return False
+
+    def wrote(self, save: Save) -> None:
+        """This rank has had one written before the next push."""
+        return
+
+    def replaced(self, ranks: tuple[int, ...], save: Save | None) -> None:
+        """All ranks have replaced rows, with nothing under way, and a snapshot has been taken of that."""
+        return
+
+    def follow(self, other: Journal) -> None:
+        """Goes on where `other` has ended, as the table has got another optimizer."""
+        return
+
+
+class Replay(Journal):
+    """Snapshots of bucket `number` and the pushes since the oldest one."""
+
+    replays = True
 
     def __init__(self, number: int, arrays: int, nbytes: int, every: int) -> None:
         self._number, self._arrays, self._nbytes, self._every = number, arrays, nbytes, every
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Begins at `step`, before which this worker has nothing: nobody has, or others."""
         self.snapshots = {step: Snapshot()}
         self.writes: list[Write] = []  # before the next push
         self._log: deque[Push] = deque()
@@ -97,7 +185,6 @@ class Kept:
 
     @property
     def oldest(self) -> tuple[int, ...] | None:
-        """Who have the parts of the oldest snapshot, which all have; None: nothing has been pushed."""
         step = min(self.snapshots)
         return (self.ranks if self.replies else None) if step == 0 else self.snapshots[step].ranks
 
@@ -105,12 +192,23 @@ class Kept:
     def all_given(self) -> bool:
         return self.given == self._first + len(self._log)
 
+    @property
+    def caught_up(self) -> bool:
+        return self.all_given and self.given == self.replies
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was given waits for its answer, and there is more to give."""
+        return not self.all_given and self.given == self.replies
+
+    def write(self, write: Write) -> None:
+        self.writes.append(write)
+
     def add(self, push: Push) -> None:
         push.writes, self.writes = self.writes, []
         self._log.append(push)
 
     def drop_last(self) -> None:
-        """Takes back what was added last and could not be given."""
         self._log.pop()
 
     @property
@@ -119,7 +217,6 @@ class Kept:
         return self._log[self.given - self._first]
 
     def give(self, rank: int, worker: Worker) -> None:
-        """Takes a snapshot if it is time, before the next push goes to `worker`."""
         if self.is_due:
             self.take(rank, worker, self.ranks)
         self.given += 1
@@ -144,11 +241,10 @@ class Kept:
         if not self._lacks(ranks):
             return
         begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
-        values = [worker.read(self._number, array, begin, end - begin) for array in range(self._arrays)]
+        values = [worker.state.read(self._number, array, begin, end - begin) for array in range(self._arrays)]
         self.snapshots[self.given] = Snapshot(ranks, begin, values)
 
     def admit(self, rank: int, worker: Worker, others: tuple[int, ...]) -> None:
-        """Takes a snapshot of `others` before somebody joins, who has nothing of what came before."""
         if self.given:
             self.take(rank, worker, others)
             self.ranks = others
@@ -165,15 +261,26 @@ class Kept:
             self._log.popleft()
             self._first += 1
 
-    def restore(self, step: int, worker: Worker) -> None:
-        """Writes this rank's part of the snapshot before `step`; all pushes since then are to be given again."""
-        snapshot = self.snapshots[step]
-        self._forget(step)
-        self.snapshots, self.ranks = {step: snapshot}, snapshot.ranks
-        self.given = self.replies = step
+    def report(self, report: pb.Report) -> None:
+        for step, snapshot in self.snapshots.items():
+            self._say(report.snapshots.add(), step, snapshot)
+
+    def _say(self, message: pb.Snapshot, step: int, snapshot: Snapshot) -> None:
+        message.bucket, message.step, message.part = self._number, step, bool(snapshot.values)
+        message.ranks[:] = snapshot.ranks if step else self.ranks
+
+    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+        """Writes this rank's part of the snapshot before the step; all pushes since then are to be given again."""
+        if to.gone:
+            self.begin(to.step)
+            return
+        snapshot = self.snapshots[to.step]
+        self._forget(to.step)
+        self.snapshots, self.ranks = {to.step: snapshot}, snapshot.ranks
+        self.given = self.replies = to.step
         for array, values in enumerate(snapshot.values):
             if len(values):
-                worker.write(self._number, array, snapshot.begin, values)
+                worker.state.write(self._number, array, snapshot.begin, values)
 
 
 def packed(reply: Reply) -> Buffer:

@@ -1,0 +1,224 @@
+"""What the parts of an `ElasticExchange` share: the worker that there is now, and the buckets.
+
+Tested in tests/worker/test_lost_pservers.py.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tfps.config import Config
+from tfps.errors import (
+    ClosedError,
+    ConnectError,
+    InterruptError,
+    PserverLostError,
+    TfpsError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from tfps.exchange.interface import BucketSpec, FailureState, Reply, kept_arrays
+from tfps.membership.view import View
+from tfps.recovery.journal import Journal, Push, Replay
+from tfps.recovery.latest import Latest
+from tfps.recovery.phase import NEXT, Phase
+from tfps.recovery.rows import Ask, RowsLatest, RowsReplay
+from tfps.worker.worker import Worker
+
+_T = TypeVar("_T")
+# The job may go on in another attempt.
+LATER = (ClosedError, ConnectError, PserverLostError, WaitTimeoutError)
+_LOOK_S = 1.0  # between two looks whether a wait is interrupted
+_NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
+
+
+def journal_of(number: int, spec: BucketSpec, config: Config, run: str) -> Journal | None:
+    """What is kept of a bucket in the job `run`; None: it has no update, or no snapshots are taken."""
+    if config.snapshot_steps is None:
+        return None
+    if spec.kind == "table":
+        if not config.snapshot_folder:
+            return None
+        kind = RowsReplay if config.steps_together else RowsLatest
+        return kind(number, config.snapshot_steps, f"{config.snapshot_folder}/{run}")
+    if spec.update is None:
+        return None
+    if config.applies_each_push:
+        return Latest(number, spec, spec.update, config.snapshot_steps)
+    return Replay(number, kept_arrays(spec), spec.nbytes, config.snapshot_steps)
+
+
+@dataclass(slots=True)
+class ElasticBucket:
+    """A bucket, as it goes from one `Worker` to the next."""
+
+    kept: Journal | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)  # guards all
+    worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
+    pushes: deque[Push] = field(default_factory=deque)  # that have not been answered
+    replies: int = 0
+    last: Reply = field(default_factory=Reply)
+    gone: bool = False  # whether nobody has what pservers kept
+    # Of a table:
+    asks: list[Ask] = field(default_factory=list)  # that have not been answered
+    behind: bool = False  # whether they wait until pushes have been given again
+    asked: int = -1  # the newest step that has asked for rows to train them,
+    begun: int = -1  # and when pservers changed last
+    added: int = 0  # how many steps the program has added
+    ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
+
+    @property
+    def log(self) -> Replay | None:
+        """What is kept, if rounds are computed again from it."""
+        return self.kept if isinstance(self.kept, Replay) else None
+
+
+class Core:
+    """The worker that there is now, its buckets, and the phase; any thread."""
+
+    worker: Worker
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.failures = FailureState()
+        self.buckets: list[ElasticBucket] = []
+        self.changed = threading.Condition()  # guards what follows; notified when the phase or the worker changes
+        self.phase = Phase.RUNNING
+        self.next: Worker | None = None  # with which it is about to go on
+        self.ended: set[int] = set()  # whose programs have ended, in earlier views
+        self.closing_reason = ""  # why it has been closed
+        self.is_candidate = False
+        self.quiesced = False  # whether it steps no further until all have come to an exchange
+        self.to_replay: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # buckets that may give; None: no more
+
+    @property
+    def rank(self) -> int:
+        return self.worker.rank
+
+    @property
+    def view(self) -> View:
+        return self.worker.view
+
+    @property
+    def paused(self) -> bool:
+        """Whether it waits for pservers."""
+        return self.phase in (Phase.MEETING, Phase.REPLAYING)
+
+    @property
+    def over(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    def enter(self, phase: Phase) -> None:
+        """Caller holds the lock. TfpsError: that does not follow."""
+        if phase not in NEXT[self.phase]:
+            raise TfpsError(f"rank {self.rank}: a worker that is {self.phase.value} cannot be {phase.value} next")
+        self.phase = phase
+        self.changed.notify_all()
+
+    def wait_over(self, timeout_s: float) -> bool:
+        """Waits for the end; returns whether it has come."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.over, timeout_s)
+
+    # Calls
+
+    def call(
+        self, what: Callable[[Worker], _T], stop: threading.Event | None = None, *, after_replay: bool = True
+    ) -> _T:
+        """Calls `what`, again if a pserver is lost meanwhile; InterruptError if `stop` is set before it can."""
+        while True:
+            with self.changed:
+                while self.phase is Phase.MEETING or (after_replay and self.paused):
+                    if stop is not None and stop.is_set():
+                        raise InterruptError(f"rank {self.rank}: interrupted while the workers met")
+                    self.changed.wait(_LOOK_S)
+                worker = self.worker
+            self.failures.check()
+            try:
+                return what(worker)
+            except (PserverLostError, ClosedError):
+                if not self.is_lost(worker):
+                    raise
+
+    def is_lost(self, worker: Worker) -> bool:
+        """Whether a call of `worker`, which has failed, ends otherwise than by its own error; streams may say so later.
+
+        The job goes on with another worker, or has ended, for a reason that is known.
+        """
+
+        def known() -> bool:
+            return self.worker is not worker or self.phase in (Phase.MEETING, Phase.ENDED)
+
+        with self.changed:
+            return self.changed.wait_for(known, _NOTICED_S)
+
+    def check_current(self, worker: Worker) -> None:
+        """PserverLostError: what `worker` has just done is done again with the next one. Caller holds the lock."""
+        if self.worker is not worker or self.phase is Phase.MEETING:
+            raise PserverLostError("a pserver was lost meanwhile")
+
+    # Buckets
+
+    def journal(self, bucket: ElasticBucket) -> Journal | None:
+        """What is kept; a candidate keeps nothing, as nobody gets what it pushes."""
+        return None if self.is_candidate else bucket.kept
+
+    def check_there(self, number: int) -> None:
+        """Raises WorkerLostError if nobody has what pservers kept of a bucket."""
+        if self.buckets[number].gone:
+            raise WorkerLostError(
+                f"{self.missing(number)}: in the last steps before workers were lost or joined, or all had assigned "
+                "values"
+            )
+
+    def missing(self, number: int) -> str:
+        return (
+            f"nobody has all that a lost pserver kept of '{self.worker.pushes.specs()[number].name}' any more; begin "
+            "the job again, from its last checkpoint"
+        )
+
+    def goes_on(self, error: TfpsError) -> bool:
+        """Whether the job goes on with other pservers after `error`: not if rows of a table are lost."""
+        return isinstance(error, PserverLostError) and self.failures.end is None and not self._loses_rows
+
+    @property
+    def _loses_rows(self) -> bool:
+        """Whether there are tables of which nothing is kept."""
+        specs = self.worker.pushes.specs()
+        kept = {number for number, bucket in enumerate(self.buckets) if bucket.kept is not None}
+        tables = {number for number, spec in enumerate(specs) if spec.kind == "table"}
+        return bool(tables - kept - {spec.replaces for spec in specs})
+
+    # The end
+
+    def fail(self, error: TfpsError) -> None:
+        """Fails here and on the pservers; answers whatever waits."""
+        self.failures.fail(error)
+        for worker in self.workers():
+            worker.fail(error)
+        self.answer(error)
+
+    def workers(self, reason: str = "") -> list[Worker]:
+        """Those that are to end, as there will be no other one."""
+        with self.changed:
+            self.closing_reason = self.closing_reason or reason
+            self.enter(Phase.ENDED)
+            return [self.worker, *([] if self.next is None else [self.next])]
+
+    def answer(self, error: TfpsError) -> None:
+        """Ends; answers what the worker that there is now does not."""
+        with self.changed:
+            self.enter(Phase.ENDED)
+        self.to_replay.put(None)
+        for bucket in list(self.buckets):
+            with bucket.lock:
+                waiting = [each.on_reply for each in bucket.pushes] + [each.on_reply for each in bucket.asks]
+                bucket.pushes.clear()
+                bucket.asks.clear()
+            for on_reply in waiting:
+                on_reply(Reply(error=error))

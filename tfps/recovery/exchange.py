@@ -1,0 +1,117 @@
+"""An `Exchange` that goes on when pservers are lost, come back, or join (`Config.outlives_pservers`).
+
+Such a job keeps nothing on its pservers but rounds under way. So a lost pserver ends the job there; its workers meet,
+agree where each bucket is, and begin the job anew: see tfps/membership/regrouping.py. What a worker has pushed is kept
+until the reply, and the reply until the next one, by reference; of what pservers update more (journal.py).
+
+Tested in tests/worker/test_lost_pservers.py, tests/worker/test_lost_meanwhile.py and
+tests/elastic/test_lost_pservers.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from tfps.config import Config
+from tfps.errors import ClosedError, TfpsError
+from tfps.exchange.interface import BucketSpec, Captures, FailureListener, OnReply, Payload, Reply
+from tfps.membership.view import View, run_of
+from tfps.recovery.core import Core
+from tfps.recovery.declarations import Declarations
+from tfps.recovery.facets import ElasticInfo, ElasticPeers, ElasticState
+from tfps.recovery.joining import ElasticJoining
+from tfps.recovery.journal import Push
+from tfps.recovery.phase import Phase
+from tfps.recovery.pushing import Pushing
+from tfps.recovery.reconfiguration import Reconfiguration
+from tfps.recovery.replay import Replaying
+from tfps.recovery.snapshots import Snapshots
+from tfps.recovery.tables import ElasticTables
+from tfps.recovery.workers import MOST_CONNECT_S, Workers
+from tfps.trace.recorder import Recorder
+
+
+class ElasticExchange:
+    """Has one `Worker` after the other. The constructor is that of `Worker`."""
+
+    def __init__(
+        self,
+        pservers: Sequence[str],
+        *,
+        rank: int | None = None,
+        workers: int | None = None,
+        job: str = "",
+        config: Config,
+        recorder: Recorder,
+    ) -> None:
+        self.config, self.core = config, (core := Core(config))
+        makes = Workers(pservers, job, config, recorder, self._offered)
+        core.worker = worker = makes.first(rank, workers)
+        core.is_candidate = worker.joining.candidate
+        replaying, snapshots = Replaying(core), Snapshots(core)
+        self._declarations = Declarations(core, snapshots, run_of(worker.first_incarnation))
+        self._pushing = Pushing(core, replaying, snapshots)
+        self.info, self.state, self.peers = ElasticInfo(core), ElasticState(core, self._pushing), ElasticPeers(core)
+        self.tables = ElasticTables(core, self._pushing, snapshots)
+        self.joining = ElasticJoining(core, self._declarations.joined)
+        self.reconfiguration = Reconfiguration(
+            core, makes, self._declarations, replaying, self._pushing, self.tables, self.peers, self.joining
+        )
+
+    def _offered(self, address: str) -> None:
+        self.reconfiguration.offered(address)
+
+    @property
+    def rank(self) -> int:
+        return self.core.rank
+
+    @property
+    def view(self) -> View:
+        return self.core.view
+
+    @property
+    def captures(self) -> Captures:
+        return self.core.worker.captures
+
+    @property
+    def places(self) -> Sequence[int]:
+        with self.core.changed:
+            return sorted({*self.core.worker.places, *self.core.ended})
+
+    @property
+    def failure(self) -> TfpsError | None:
+        return self.core.failures.failure
+
+    @property
+    def paused(self) -> bool:
+        return self.core.paused
+
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
+        return self._declarations.declare(specs, details, stop)
+
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
+        self._pushing.put(bucket, Push(payload, on_reply, step_scalars=step_scalars))
+
+    def skip(self, buckets: Sequence[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:
+        return self.core.worker.skip(buckets, step, on_reply)
+
+    def add_failure_listener(self, listener: FailureListener) -> None:
+        self.core.failures.add_listener(listener)
+
+    def fail(self, error: TfpsError) -> None:
+        self.core.fail(error)
+
+    def close(self, reason: str = "") -> None:
+        core = self.core
+        if core.failures.end is None:
+            with core.changed:  # others need what this worker has kept
+                goes_on = core.next is not None or core.phase is Phase.REPLAYING
+                core.changed.wait_for(lambda: not (goes_on and core.paused), MOST_CONNECT_S)
+        if core.failures.close():
+            for worker in core.workers(reason):
+                worker.close(reason)
+            core.answer(core.failures.end or ClosedError("the exchange is closed"))
+            self.reconfiguration.wait(MOST_CONNECT_S)

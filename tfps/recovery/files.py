@@ -1,0 +1,72 @@
+"""The files of a table's snapshots, as far as one worker knows them.
+
+Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import PurePath
+from typing import NamedTuple
+
+from tfps.exchange.interface import SavedRows
+from tfps.worker.worker import Worker
+
+_MOST_CHANGES = 2  # times the rows of the last full save are written before another one
+
+
+class Save(NamedTuple):
+    """A snapshot that pservers have written."""
+
+    folder: str
+    found: SavedRows
+
+
+class Files:
+    """The snapshots of table `number` under `base`, as far as this worker knows them."""
+
+    def __init__(self, number: int, base: str) -> None:
+        self._number, self._base = number, PurePath(base)
+        self.name = f"table{number}"  # of the files
+        self.saving: Worker | None = None  # that has pservers write one: pushes wait for it
+        self.begin()
+
+    def begin(self) -> None:
+        self._before: tuple[str, int] | None = None  # the folder and the step of the last one
+        self._since_full: list[str] = []  # names of the folders that are read with it
+        self._old: list[str] = []  # of those that are not needed once the next one is there
+        self._rows, self._changes = 0, 0  # of the last full one, and since
+
+    def write(self, worker: Worker, step: int) -> Save:
+        """Has pservers write one before `step`, and waits. It needs no lock."""
+        folder = str(self._base / f"{self.name}-{step}-{uuid.uuid4().hex[:8]}")
+        before, since = ("", None) if self._before is None else self._before
+        if self._changes > _MOST_CHANGES * self._rows:
+            before, since = "", None
+        return Save(
+            folder, worker.tables.save_rows(self._number, step, folder, self.name, since, before, tuple(self._old))
+        )
+
+    def wrote(self, save: Save) -> None:
+        found, name = save.found, PurePath(save.folder).name
+        self._before = save.folder, found.step
+        # The other ranks may still need what is before this one, until they push again.
+        self._old = self._since_full if found.full else []
+        if found.full:
+            self._since_full, self._rows, self._changes = [name], found.rows, 0
+        else:
+            self._since_full.append(name)
+            self._changes += found.rows
+
+    def read(self, worker: Worker, step: int, folder: str) -> None:
+        """Has pservers read one, so that the table is as before `step`."""
+        self.saving = None
+        if not folder:
+            return
+        # The first rank to come does it; nothing is read or added before all have come.
+        found = worker.tables.restore_rows(self._number, step, [folder], self.name, folder, alone=True)
+        self._before = folder, found.step
+        name, known = PurePath(folder).name, self._since_full
+        place = known.index(name) + 1 if name in known else 0
+        self._since_full, unused = known[:place] if place else [name], known[place:]
+        self._old += unused

@@ -1,0 +1,169 @@
+"""What a worker keeps of a table, so that others can go on with it (`Config.snapshot_folder`).
+
+A **snapshot** is files: before a step that is due, the lowest rank has the pservers write what has changed since the
+snapshot before, each its own rows, and then pushes. Nothing of the table's size is on a worker.
+
+* In mode "sync" (`RowsReplay`) all ranks keep the gradients that they have pushed since. When a pserver is lost, the
+  next ones read the files, and the workers push again, as for buckets of variables (journal.py).
+* Where each push is applied as it comes (`RowsLatest`), rows go on as they were in the last snapshot (latest.py).
+
+Where ranks have replaced rows, a snapshot counts only if all ranks have done so as often (`assigned`).
+
+Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfps.exchange.codecs import Floats
+from tfps.exchange.interface import OnReply, Reply
+from tfps.protos import tfps_pb2 as pb
+from tfps.recovery.files import Files, Save
+from tfps.recovery.journal import Journal, Push, Replay, Resumption, Snapshot
+from tfps.worker.worker import Worker
+
+
+@dataclass(eq=False, slots=True)
+class RowsPush(Push):
+    """Gradients of rows."""
+
+    ids: NDArray[np.int64] = field(kw_only=True)
+    gradients: Floats = field(kw_only=True)
+    step: int = field(kw_only=True)  # as the program counts
+    ahead: int = 0  # by how much pservers count more
+
+    def give(self, number: int, worker: Worker, take: OnReply) -> None:
+        self.given = True
+        worker.tables.add(number, self.ids, self.gradients, self.step + self.ahead, self.step_scalars, take)
+
+
+@dataclass(eq=False, slots=True)
+class Ask:
+    """A request for rows that has not been answered."""
+
+    ids: NDArray[np.int64]
+    step: int
+    on_reply: OnReply
+    trains: bool
+    complete: bool = False
+    attempt: int = 0
+    worker: Worker | None = None  # to which it has been given
+
+
+class RowsReplay(Replay):
+    """Snapshots of table `number`, and the gradients since the oldest one."""
+
+    def __init__(self, number: int, every: int, base: str) -> None:
+        self._files = Files(number, base)
+        super().__init__(number, 0, 0, every)
+
+    @property
+    def files(self) -> Files:
+        return self._files
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._files.begin()
+
+    def is_due_of(self, rank: int, ranks: tuple[int, ...]) -> bool:
+        return self.is_due and rank == self.ranks[0]
+
+    def take(self, rank: int, worker: Worker, ranks: tuple[int, ...]) -> None:
+        if self._lacks(ranks):
+            self.taken(ranks, self._files.write(worker, self.given) if rank == ranks[0] else None)
+
+    def taken(self, ranks: tuple[int, ...], save: Save | None, assigned: int = 0) -> None:
+        """A snapshot of `ranks` has been taken; without `save`, the lowest rank knows where."""
+        if save is not None:
+            self._files.wrote(save)
+        self.snapshots[self.given] = Snapshot(ranks, folder=save.folder if save else "", assigned=assigned)
+
+    def wrote(self, save: Save) -> None:
+        self.taken(self.ranks, save)
+
+    def replaced(self, ranks: tuple[int, ...], save: Save | None) -> None:
+        self.taken(ranks, save, self.snapshots[max(self.snapshots)].assigned + 1)
+        self._forget(self.given)
+
+    def follow(self, other: Journal) -> None:
+        """A snapshot is due."""
+        if isinstance(other, RowsReplay):
+            self.begin(other.replies)
+            self.ranks = other.ranks
+
+    def _say(self, message: pb.Snapshot, step: int, snapshot: Snapshot) -> None:
+        super()._say(message, step, snapshot)
+        message.part, message.folder, message.assigned = bool(snapshot.ranks), snapshot.folder, snapshot.assigned
+
+    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+        """Has pservers read the snapshot before the step; all gradients since then are to be given again."""
+        super().resume(worker, to, pushes)
+        if not to.gone:
+            self._files.read(worker, to.step, to.folder)
+            self.snapshots = {to.step: self.snapshots[to.step]._replace(folder=to.folder)}
+
+
+class RowsLatest(Journal):
+    """The last snapshot of table `number`, where pushes are applied as they come."""
+
+    def __init__(self, number: int, every: int, base: str) -> None:
+        self._files = Files(number, base)
+        self._number, self._every = number, every
+        self.begin(0)
+
+    @property
+    def files(self) -> Files:
+        return self._files
+
+    def begin(self, step: int) -> None:
+        self._files.begin()
+        self._given = 0  # pushes, since the last snapshot
+        self._save, self._saved = "", -1  # the folder, and the newest step in it
+        self._own = False  # whether this rank has had it written
+        self._assigned = 0
+
+    @property
+    def oldest(self) -> tuple[int, ...] | None:
+        return None  # the files are there
+
+    def is_due_of(self, rank: int, ranks: tuple[int, ...]) -> bool:
+        """At once if this rank has none of its own."""
+        return rank == ranks[0] and (not self._own or self._given >= self._every)
+
+    def add(self, push: Push) -> None:
+        """Nothing is kept of it."""
+
+    def give(self, rank: int, worker: Worker) -> None:
+        self._given += 1
+        if rank != worker.view.ranks[0]:
+            self._save, self._own = "", False  # the lowest rank takes newer ones
+
+    def answered(self, push: Push, reply: Reply) -> None:
+        """Nothing is kept of it."""
+
+    def wrote(self, save: Save) -> None:
+        self._files.wrote(save)
+        self._save, self._saved, self._given, self._own = save.folder, save.found.step, 0, True
+
+    def replaced(self, ranks: tuple[int, ...], save: Save | None) -> None:
+        self._assigned += 1
+        self._save = ""
+        if save is not None:
+            self.wrote(save)
+
+    def report(self, report: pb.Report) -> None:
+        report.newest.add(bucket=self._number, assigned=self._assigned, folder=self._save, saved=self._saved + 1)
+
+    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+        """Has pservers read the last snapshot."""
+        if not to.gone:
+            self._files.read(worker, to.step, to.folder)
+            self._save, self._given, self._own = to.folder, 0, False
+
+    def dropped(self, pushes: Collection[Push]) -> Sequence[Push]:
+        return [push for push in pushes if push.given]

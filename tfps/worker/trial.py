@@ -1,0 +1,131 @@
+"""A worker that has joined a job under way, until it takes part: what it exchanges, and the job's buckets.
+
+Tested in tests/worker/test_newcomers.py and tests/elastic/test_joined.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tfps.config import Config
+from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError
+from tfps.exchange.codecs import Floats
+from tfps.exchange.interface import BucketSpec, Foreseen, OnReply, Payload, Reply, declared
+from tfps.protos import tfps_pb2 as pb
+from tfps.wire.rows import Ids
+from tfps.worker.embedded import EmbeddedExchange
+
+
+class JobsBuckets:
+    """The buckets that the job of `rank` has declared, which this worker finds by what its ranks compare."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._free: defaultdict[str, deque[int]] = defaultdict(deque)  # numbers of buckets, by what ranks compare
+        self._known = 0
+
+    def __len__(self) -> int:
+        return self._known
+
+    def learn(self, specs: Sequence[BucketSpec]) -> None:
+        """Takes all buckets of the job, by number."""
+        for number, spec in enumerate(specs[self._known :], self._known):
+            self._free[str(spec)].append(number)
+        self._known = len(specs)
+
+    def skip(self, buckets: int) -> None:
+        """Notes so many new buckets of the job, which this worker has declared with the others."""
+        self._known += buckets
+
+    def find(self, specs: Sequence[BucketSpec]) -> list[int] | None:
+        """The numbers of buckets that the job has declared; None if it has declared none of them yet.
+
+        MismatchError: it has declared some.
+        """
+        texts = list(map(str, specs))
+        missing = [text for text in texts if texts.count(text) > len(self._free[text])]
+        if not texts or len(missing) == len(texts):
+            return None
+        if missing:
+            raise MismatchError(
+                f"rank {self._rank}: a worker that joins must declare what the others have declared, together: they "
+                f"have not declared {missing[0]}"
+            )
+        return [self._free[text].popleft() for text in texts]
+
+
+class Trial:
+    """What a worker that joins pushes and asks for, with nobody; it takes the place of `Pushes`.
+
+    Whatever it exchanges comes back unchanged, as if it trained alone: it can trace its steps and declare its buckets
+    while the others go on. `declared` asks a pserver by its place.
+    """
+
+    def __init__(self, config: Config, rank: int, pservers: int, declared: Callable[[int], pb.DeclaredReply]) -> None:
+        self.buckets = JobsBuckets(rank)
+        self.tries_out = False  # whether it takes a step of training for itself, to trace it
+        self.others: Sequence[int] = ()  # who took part before
+        self.admitted = threading.Event()
+        self._alone = EmbeddedExchange(config, rank=rank)
+        self._rank, self._declared, self._pservers = rank, declared, pservers
+        self._admitted: set[int] = set()  # the pservers that have told
+
+    def lines(self) -> Sequence[str]:
+        """What every worker that joins needs to know."""
+        return list(self._declared(0).lines)
+
+    def replies(self) -> list[pb.DeclaredReply]:
+        """What all pservers know of the job."""
+        return [self._declared(index) for index in range(self._pservers)]
+
+    def learn(self, specs: Sequence[BucketSpec]) -> None:
+        """Takes all buckets of the job, by number."""
+        new = specs[len(self._alone.specs) :]
+        self._alone.declare([replace(spec, update=None) for spec in new])
+        self.buckets.learn(specs)
+
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
+        """Gives back what is pushed, also to who waits for parameters: all that it has will be replaced."""
+        spec = declared(self._alone.specs, bucket)
+        if spec.kind == "sum" and not spec.occasional and not self.tries_out:
+            text = "a worker can join a job under way in model.fit only, whose position in the data it then takes over"
+            on_reply(Reply(error=UnsupportedError(f"rank {self._rank}: {text}")))
+            return
+        self._alone.push(bucket, payload, on_reply)
+
+    def ask(
+        self,
+        table: int,
+        ids: Ids,
+        step: int,
+        on_reply: OnReply,
+        *,
+        trains: bool,
+        complete: bool = False,
+        attempt: int = 0,
+    ) -> None:
+        self._alone.ask(table, ids, step, on_reply, trains=trains, complete=complete, attempt=attempt)
+
+    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
+        return None
+
+    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
+        self._alone.add(table, ids, gradients, step, step_scalars, on_reply)
+
+    def tell_admitted(self, pserver: int, others: Sequence[int]) -> None:
+        """Notes that a pserver lets it take part, and the ranks of those who took part before."""
+        self._admitted.add(pserver)
+        if pserver == 0:
+            self.others = others
+        if len(self._admitted) == self._pservers:
+            self.admitted.set()
+
+    def overdue(self, limit_s: float) -> WaitTimeoutError:
+        """The error of having waited so long."""
+        return WaitTimeoutError(
+            f"rank {self._rank}: the other workers have come to no place in a training where it could join "
+            f"within {limit_s:.3g} s; TFPS_REJOIN_TIMEOUT_S (rejoin_timeout_s) sets how long it waits"
+        )
