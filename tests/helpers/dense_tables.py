@@ -85,5 +85,5 @@ def stats(layer: Layer) -> TableStats:
     """Of a table in this process, none if it has never been declared."""
     table = layer._rows.table
     assert table.runtime.settle(60.0)
-    found = table.runtime.exchange._tables.get(table.bucket)
+    found = table.runtime.exchange.tables._tables.get(table.bucket)
     return TableStats(0, 0, 0, 0, 0, 0) if found is None else found.stats()

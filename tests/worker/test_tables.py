@@ -309,9 +309,8 @@ def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path
         first.tables.put_rows(0, 1, ids_of(4), ones, "put")
     np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), saved)
     for _ in range(2):  # what has been restored may be restored again
-        jobs.together(
-            *(lambda each=each: each.tables.put_rows(0, 1, ids_of(4), ones, "put") for each in (first, second))
-        )
+        both = first.tables, second.tables
+        jobs.together(*(lambda each=each: each.put_rows(0, 1, ids_of(4), ones, "put") for each in both))
         np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), ones)
         jobs.together(*(lambda each=each: each.restore_rows(*arguments) for each in both))
         np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), 1).wait()), saved)

@@ -27,7 +27,7 @@ from tfps.exchange.interface import (
     as_bytes,
 )
 from tfps.exchange.parameter_shard import Delta, ParameterShard
-from tfps.exchange.update_spec import StepScalars
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import View
 from tfps.tables.files import restored, write_shard
 from tfps.tables.spec import TableSpec
@@ -39,71 +39,88 @@ from tfps.wire.shared_memory import aligned_empty
 from tfps.worker.captures import ProcessCaptures
 
 
-class EmbeddedExchange:
-    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`.
+class EmbeddedInfo:
+    """The `Info` of an exchange in which nothing travels."""
 
-    Buckets with an update are updated here: the reply is a new array. It is its own `Info`, `State` and `Peers`.
-    """
-
-    view = View.first(1)
-    places: Sequence[int] = view.ranks
     embedded = True
     run = ""
     slice_bytes = window_bytes = 0
 
-    def __init__(self, config: Config | None = None, recorder: Recorder | None = None, rank: int = 0) -> None:
-        self.config, self.rank = config or Config(), rank
-        self.info = self.state = self.peers = self.joining = self.tables = self
-        self.specs: list[BucketSpec] = []
-        self._failures = FailureState()
+    def owners(self, bucket: int) -> list[int]:
+        return []
+
+    def progress(self, bucket: int) -> float:
+        return 1.0
+
+    def links(self) -> list[Link]:
+        return []
+
+
+class EmbeddedState:
+    """The `State` of buckets with an update. Gradients are never encoded, so no bucket has a residual."""
+
+    def __init__(self, specs: Sequence[BucketSpec], failures: FailureState) -> None:
+        self._specs, self._failures = specs, failures
         self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
-        self._tables: dict[int, Table] = {}  # by bucket; guarded by _updating
-        self._ahead: defaultdict[int, int] = defaultdict(int)  # by how much a restored table's steps are ahead
-        self._updating = threading.Lock()
-        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None
-        self.captures = ProcessCaptures(recorder or Recorder(), lambda: self.specs, self._failures.check)
 
-    @property
-    def paused(self) -> bool:
-        return False
+    def declare(self, bucket: int, spec: BucketSpec, update: UpdateSpec) -> None:
+        """Keeps what a new bucket's `update` needs."""
+        label, viewed = f"bucket '{spec.name}'", spec.codec is not None
+        self._kept[bucket] = ParameterShard(label, update, 0, spec.nbytes, viewed=viewed)
 
-    @property
-    def failure(self) -> TfpsError | None:
-        return self._failures.failure
-
-    def declare(
-        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
-    ) -> list[int]:
-        self._failures.check()
-        ids = list(range(len(self.specs), len(self.specs) + len(specs)))
-        self.specs.extend(specs)
-        for bucket, spec in zip(ids, specs, strict=True):
-            if spec.replaces is not None:
-                with self._updating:
-                    self._tables[bucket] = self._tables[spec.replaces]
-                    self._tables[bucket].change(TableSpec.parse(spec.table))
-                    self._ahead[bucket] = self._ahead[spec.replaces]
-            elif spec.kind == "table":
-                self._tables[bucket] = Table(TableSpec.parse(spec.table), label=f"table '{spec.name}'")
-            if spec.update is not None:
-                label, viewed = f"bucket '{spec.name}'", spec.codec is not None
-                self._kept[bucket] = ParameterShard(label, spec.update, 0, spec.nbytes, viewed=viewed)
-        return ids
-
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
-        view, spec = as_bytes(payload), interface.declared(self.specs, bucket)
-        interface.check_payload(spec, view)
-        if (end := self._failures.end) is not None:
-            on_reply(Reply(error=end))
-        elif spec.kind == "gather":
-            on_reply(Reply(parts={self.rank: b"" if payload is None else payload}, ranks=(self.rank,)))
-        elif spec.update is not None:
-            on_reply(Reply(sum=self._update(bucket, bytes(spec.nbytes) if view is None else view, step_scalars)))
+    def update(self, bucket: int, gradient: Buffer, step_scalars: bytes) -> Array:
+        """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
+        kept, codec = self._kept[bucket], self._specs[bucket].codec
+        kept.take_put()
+        new = kept.update(gradient, StepScalars.unpack(step_scalars, kept.spec))
+        copied = aligned_empty(len(new))
+        if codec is None:
+            copied[:] = np.frombuffer(new, np.uint8)
         else:
-            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload, ranks=(self.rank,)))
+            encoded = Delta(codec, kept.worker_view).encode(np.frombuffer(new, np.float32))
+            codec.decode(encoded, copied.view(np.float32))
+        return copied
 
-    # Tables
+    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
+        self._kept_of(bucket).put(array, begin, as_bytes(values) or b"")
+
+    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
+        return np.frombuffer(self._kept_of(bucket).get(array, begin, nbytes), np.uint8)
+
+    def _kept_of(self, bucket: int) -> ParameterShard:
+        self._failures.check()
+        if bucket not in self._kept:
+            raise ProtocolError(f"bucket must be one with an update, got {bucket}")
+        return self._kept[bucket]
+
+    def steps(self, bucket: int) -> int:
+        return 0
+
+    def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
+        on_reply(Reply(sum=np.zeros(self._specs[bucket].nbytes, np.uint8)))
+
+    def set_residual(self, bucket: int, values: Floats) -> None:
+        pass
+
+
+class EmbeddedTables:
+    """See `Tables`; any thread."""
+
+    def __init__(self, rank: int, failures: FailureState) -> None:
+        self._rank, self._failures = rank, failures
+        self._updating = threading.Lock()  # guards all below
+        self._tables: dict[int, Table] = {}  # by bucket
+        self._ahead: defaultdict[int, int] = defaultdict(int)  # by how much a restored table's steps are ahead
+
+    def declare(self, bucket: int, spec: BucketSpec) -> None:
+        """Has a new table, or an old one with another update."""
+        with self._updating:
+            if spec.replaces is None:
+                self._tables[bucket] = Table(TableSpec.parse(spec.table), label=f"table '{spec.name}'")
+            else:
+                self._tables[bucket] = self._tables[spec.replaces]
+                self._tables[bucket].change(TableSpec.parse(spec.table))
+                self._ahead[bucket] = self._ahead[spec.replaces]
 
     def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
         return None
@@ -123,21 +140,21 @@ class EmbeddedExchange:
             on_reply(Reply(error=end))
             return
         with self._updating:
-            rows = self._table(table).pull(ids)
-        on_reply(Reply(sum=rows.reshape(-1).view(np.uint8), ranks=(self.rank,), step=step))
+            rows = self.table(table).pull(ids)
+        on_reply(Reply(sum=rows.reshape(-1).view(np.uint8), ranks=(self._rank,), step=step))
 
     def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
         if (end := self._failures.end) is not None:
             on_reply(Reply(error=end))
             return
         with self._updating:
-            kept = self._table(table)
+            kept = self.table(table)
             scalars = StepScalars.unpack(step_scalars, kept.spec.update)
             kept.update([(ids, gradients)], scalars, step + self._ahead[table])
-        on_reply(Reply(sum=np.empty(0, np.uint8), ranks=(self.rank,), step=step))
+        on_reply(Reply(sum=np.empty(0, np.uint8), ranks=(self._rank,), step=step))
 
     def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
-        found = write_shard(self._table(table), folder, name, since=since, lock=self._updating)
+        found = write_shard(self.table(table), folder, name, since=since, lock=self._updating)
         return SavedRows(found["step"], found["rows"], found["nbytes"], found["since"] is None)
 
     def restore_rows(
@@ -151,7 +168,7 @@ class EmbeddedExchange:
         alone: bool = False,
         seed: str = "",
     ) -> SavedRows:
-        kept = self._table(table)
+        kept = self.table(table)
         with self._updating:
             found = restored(kept, folders, name, seed)
             self._ahead[table] = max(kept.step + 1 - step, 0)
@@ -159,94 +176,20 @@ class EmbeddedExchange:
 
     def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
         with self._updating:
-            self._table(table).put(ids, rows)
+            self.table(table).put(ids, rows)
 
-    def _table(self, number: int) -> Table:
+    def table(self, number: int) -> Table:
         if number not in self._tables:
             raise ProtocolError(f"bucket must be a table, got {number}")
         return self._tables[number]
 
-    def _update(self, bucket: int, gradient: Buffer, step_scalars: bytes) -> Array:
-        """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
-        kept, codec = self._kept[bucket], self.specs[bucket].codec
-        kept.take_put()
-        new = kept.update(gradient, StepScalars.unpack(step_scalars, kept.spec))
-        copied = aligned_empty(len(new))
-        if codec is None:
-            copied[:] = np.frombuffer(new, np.uint8)
-        else:
-            encoded = Delta(codec, kept.worker_view).encode(np.frombuffer(new, np.float32))
-            codec.decode(encoded, copied.view(np.float32))
-        return copied
 
-    def add_failure_listener(self, listener: FailureListener) -> None:
-        self._failures.add_listener(listener)
+class EmbeddedPeers:
+    """The `Peers` of a rank that has none."""
 
-    def fail(self, error: TfpsError) -> None:
-        self._failures.fail(error)
-
-    def close(self, reason: str = "") -> None:
-        self.captures.close()
-        self._failures.close()
-
-    # Info: nothing travels
-
-    def owners(self, bucket: int) -> list[int]:
-        return []
-
-    def progress(self, bucket: int) -> float:
-        return 1.0
-
-    def links(self) -> list[Link]:
-        return []
-
-    # State; gradients are never encoded, so no bucket has a residual
-
-    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
-        self._kept_of(bucket).put(array, begin, as_bytes(values) or b"")
-
-    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
-        return np.frombuffer(self._kept_of(bucket).get(array, begin, nbytes), np.uint8)
-
-    def _kept_of(self, bucket: int) -> ParameterShard:
-        self._failures.check()
-        if bucket not in self._kept:
-            raise ProtocolError(f"bucket must be one with an update, got {bucket}")
-        return self._kept[bucket]
-
-    def steps(self, bucket: int) -> int:
-        return 0
-
-    def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
-        on_reply(Reply(sum=np.zeros(self.specs[bucket].nbytes, np.uint8)))
-
-    def set_residual(self, bucket: int, values: Floats) -> None:
-        pass
-
-    # Joining: nobody does
-
-    candidate = told = False
-    least = 0
-
-    def lines(self) -> Sequence[str]:
-        return []
-
-    def trying_out(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def take_part(self, training: int) -> Sequence[int] | None:
-        return [self.rank]
-
-    def candidates(self, training: int) -> list[int]:
-        return []
-
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
-        return None
-
-    def skip(self, buckets: Sequence[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:
-        return False
-
-    # Peers: there are none
+    def __init__(self) -> None:
+        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None
 
     def quiesce(self) -> None:
         pass
@@ -259,3 +202,92 @@ class EmbeddedExchange:
 
     def extend_deadline(self, bucket: int) -> None:
         pass
+
+
+class NobodyJoins:
+    """The `Joining` of a job of one worker."""
+
+    candidate = told = False
+    least = 0
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def lines(self) -> Sequence[str]:
+        return []
+
+    def trying_out(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def take_part(self, training: int) -> Sequence[int] | None:
+        return [self._rank]
+
+    def candidates(self, training: int) -> list[int]:
+        return []
+
+    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
+        return None
+
+
+class EmbeddedExchange:
+    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`.
+
+    Buckets with an update are updated here: the reply is a new array.
+    """
+
+    view = View.first(1)
+    places: Sequence[int] = view.ranks
+
+    def __init__(self, config: Config | None = None, recorder: Recorder | None = None, rank: int = 0) -> None:
+        self.config, self.rank = config or Config(), rank
+        self.specs: list[BucketSpec] = []
+        self._failures = FailureState()
+        self.info, self.peers, self.joining = EmbeddedInfo(), EmbeddedPeers(), NobodyJoins(self.rank)
+        self.state, self.tables = EmbeddedState(self.specs, self._failures), EmbeddedTables(self.rank, self._failures)
+        self.captures = ProcessCaptures(recorder or Recorder(), lambda: self.specs, self._failures.check)
+
+    @property
+    def paused(self) -> bool:
+        return False
+
+    @property
+    def failure(self) -> TfpsError | None:
+        return self._failures.failure
+
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
+        self._failures.check()
+        ids = list(range(len(self.specs), len(self.specs) + len(specs)))
+        self.specs.extend(specs)
+        for bucket, spec in zip(ids, specs, strict=True):
+            if spec.kind == "table":
+                self.tables.declare(bucket, spec)
+            if spec.update is not None:
+                self.state.declare(bucket, spec, spec.update)
+        return ids
+
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
+        view, spec = as_bytes(payload), interface.declared(self.specs, bucket)
+        interface.check_payload(spec, view)
+        if (end := self._failures.end) is not None:
+            on_reply(Reply(error=end))
+        elif spec.kind == "gather":
+            on_reply(Reply(parts={self.rank: b"" if payload is None else payload}, ranks=(self.rank,)))
+        elif spec.update is not None:
+            on_reply(Reply(sum=self.state.update(bucket, bytes(spec.nbytes) if view is None else view, step_scalars)))
+        else:
+            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload, ranks=(self.rank,)))
+
+    def skip(self, buckets: Sequence[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:
+        return False
+
+    def add_failure_listener(self, listener: FailureListener) -> None:
+        self._failures.add_listener(listener)
+
+    def fail(self, error: TfpsError) -> None:
+        self._failures.fail(error)
+
+    def close(self, reason: str = "") -> None:
+        self.captures.close()
+        self._failures.close()

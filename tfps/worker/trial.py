@@ -107,13 +107,13 @@ class Trial:
         complete: bool = False,
         attempt: int = 0,
     ) -> None:
-        self._alone.ask(table, ids, step, on_reply, trains=trains, complete=complete, attempt=attempt)
+        self._alone.tables.ask(table, ids, step, on_reply, trains=trains, complete=complete, attempt=attempt)
 
     def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
         return None
 
     def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
-        self._alone.add(table, ids, gradients, step, step_scalars, on_reply)
+        self._alone.tables.add(table, ids, gradients, step, step_scalars, on_reply)
 
     def tell_admitted(self, pserver: int, others: Sequence[int]) -> None:
         """Notes that a pserver lets it take part, and the ranks of those who took part before."""
