@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 import tfps
 from tfps.config import Launch, Security, TraceRequest, check_address, unknown_variables
-from tfps.types import Argument, Value
+from tfps.types import Argument, Options, Value
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,6 +92,21 @@ def test_settings_of_modes_are_checked_together(values: dict[str, Argument], mes
     update = "server" if values["mode"] == "async" else "worker"
     with pytest.raises(tfps.ConfigError, match=message):
         tfps.Config(**{"update": update, **values})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("compresion", "tfps.Config has no argument 'compresion'; did you mean 'compression'?"),
+        ("sliceBytes", "tfps.Config has no argument 'sliceBytes'; did you mean 'slice_bytes'?"),
+        ("workers", "tfps.Config has no argument 'workers'; it has slice_bytes, .*, tls_key$"),
+    ],
+)
+def test_a_field_that_there_is_not_is_refused_with_the_one_that_was_meant(name: str, message: str) -> None:
+    given: Options = {name: 1}
+    for make in (tfps.Config, functools.partial(dataclasses.replace, tfps.Config())):
+        with pytest.raises(tfps.ConfigError, match=message):
+            make(**given)
 
 
 def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, ParamSpec, TypeVar, get_args
 
 from tfps.compression import Rules, parse
 from tfps.errors import ConfigError
@@ -43,7 +45,52 @@ BUCKET_BYTES = 2**20  # up to which small variables are fused if slices are tune
 # Sizes with update="server": slices keep what they have, so they are not tuned.
 _STATE_SLICE_BYTES, _STATE_WINDOW_BYTES = 512 * 1024, 2 * 2**20
 
+_Given = ParamSpec("_Given")
+_Class = TypeVar("_Class", bound=type)
 
+
+def checks_names(what: str) -> Callable[[Callable[_Given, None]], Callable[_Given, None]]:
+    """For an `__init__`: an argument that it does not take is refused with the one that was meant.
+
+    Args:
+        what: what programs call to get there: "tfps.Strategy".
+    """
+
+    def decorate(init: Callable[_Given, None]) -> Callable[_Given, None]:
+        _, *known = inspect.signature(init).parameters  # without self
+
+        @functools.wraps(init)
+        def checked(*args: _Given.args, **given: _Given.kwargs) -> None:
+            for name, value in given.items():
+                if name not in known:
+                    raise ConfigError(_unknown_argument(what, known, name, value))
+            init(*args, **given)
+
+        return checked
+
+    return decorate
+
+
+def _unknown_argument(what: str, known: Sequence[str], name: str, value: object) -> str:
+    fields = [field.name for field in dataclasses.fields(Config)]
+    nearest, *_ = [*difflib.get_close_matches(name, dict.fromkeys([*known, *fields]), 1, 0.8), ""]
+    if nearest and nearest not in known:
+        meant = f"tfps.Strategy(config=tfps.Config({nearest}={value!r}))"
+        if name == nearest:
+            return f"{name} is a field of tfps.Config: write {meant}"
+        return f"{what} has no argument {name!r}; did you mean {meant}?"
+    if nearest:
+        return f"{what} has no argument {name!r}; did you mean {nearest!r}?"
+    return f"{what} has no argument {name!r}; it has {', '.join(known)}"
+
+
+def _checks_names(config: _Class) -> _Class:
+    """Decorates `Config`, whose `__init__` dataclasses write."""
+    type.__setattr__(config, "__init__", checks_names("tfps.Config")(vars(config)["__init__"]))
+    return config
+
+
+@_checks_names
 @dataclass(frozen=True)
 class Config:
     """How gradients are cut, ordered and exchanged. All workers of a job must have equal values.

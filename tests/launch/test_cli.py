@@ -301,19 +301,26 @@ def test_exit_codes_are_those_of_a_shell() -> None:
     assert [exit_code(code) for code in (0, 3, -9)] == [0, 3, 137]
 
 
-def test_notes_of_tensorflow_about_itself_are_shown_to_those_who_set_its_level_only(write_script: WriteScript) -> None:
+def test_notes_of_tensorflow_about_itself_are_shown_to_those_who_ask_for_more_only(write_script: WriteScript) -> None:
     notes = (
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
         "I0000 00:00:1.2  345 port.cc:153] oneDNN custom operations are on. You may see slightly different",
         "I0000 00:00:1.2  345 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.",
+        "E0000 00:00:1.2  345 cuda_dnn.cc:8579] Unable to register cuDNN factory: Attempting to register factory for",
+        "W0000 00:00:1.2  345 computation_placer.cc:177] computation placer already registered. Please check linkage",
+        "E0000 00:00:1.2  345 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: UNKNOWN ERROR (303)",
+        "2026-01-01 00:00:00.1: E external/cuda_driver.cc:265] failed call to cuInit: CUDA_ERROR_NO_DEVICE: no device",
     )
+    error = "E0000 00:00:1.2  345 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: UNKNOWN ERROR (803)"
     script = write_script(
-        f"print(*{notes!r}, sep='\\n', file=sys.stderr); print('level', os.environ['TF_CPP_MIN_LOG_LEVEL'])"
+        f"print(*{(*notes, error)!r}, sep='\\n', file=sys.stderr); print('level', os.environ['TF_CPP_MIN_LOG_LEVEL'])"
     )
     without = {name: value for name, value in environment().items() if not name.startswith("TF_")}
     for options, variables, level in (
         ([], {}, "2"),
         ([], {"TF_CPP_MIN_LOG_LEVEL": "0"}, "0"),
         (["--env", "TF_CPP_MIN_LOG_LEVEL=1"], {}, "1"),
+        (["--env", "TF_CPP_MIN_LOG_LEVEL"], {"TF_CPP_MIN_LOG_LEVEL": "3"}, "3"),
     ):
         result = subprocess.run(
             [sys.executable, "-m", "tfps.launch", *options, script],
@@ -323,4 +330,5 @@ def test_notes_of_tensorflow_about_itself_are_shown_to_those_who_set_its_level_o
             check=True,
         )
         assert f"[worker 0] level {level}\n" in result.stdout
-        assert [note in result.stderr for note in notes] == [level != "2"] * 2
+        assert [note in result.stderr for note in notes] == [level in "01"] * len(notes)
+        assert error in result.stderr

@@ -274,7 +274,7 @@ def test_workers_without_a_ps_task_are_told_to_start_one() -> None:
 @pytest.mark.parametrize(
     ("pservers", "message"),
     [
-        ("host:1", "pservers must be a list of 'host:port', got the string 'host:1'"),
+        ("host:1", "pservers must be a list of 'host:port', got 'host:1'; write ..host:1.."),
         ([], "at least one 'host:port', got an empty list"),
         (["a:1", "a:1"], "pservers must be different addresses"),
         (["a"], "'host:port'"),

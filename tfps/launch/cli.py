@@ -312,8 +312,9 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     if late := [pserver for index, pserver in enumerate(pservers) if index not in addresses]:
         return not_ready(late)
 
-    for line in hints(plan, place):
-        print(f"tfps_launch: {line}", file=sys.stderr, flush=True)
+    started = f"starts {len(place.workers)} worker{'s' * (len(place.workers) > 1)}"
+    for line in [started, *hints(plan, place)]:
+        supervisor.say(line)
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
     failed: list[Process] = []
@@ -324,8 +325,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     waiting_pservers: list[int] = []
 
     def note_lost(process: Process, then: str) -> None:
-        end = f"{process.command.title} {process.describe_end()}{explain(process)}; {then}"
-        print(f"tfps_launch: {end}", file=sys.stderr, flush=True)
+        supervisor.say(f"{process.command.title} {process.describe_end()}{explain(process)}; {then}")
         lost.append(process)
 
     def lose(process: Process) -> None:
@@ -381,6 +381,8 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
             workers[rank] = start_worker(rank, place.workers[rank])
         waiting.clear()
     if not failed:
+        well = sum(worker.code == 0 for worker in workers)
+        supervisor.say(f"{'all' if well == len(workers) else f'{well} of {len(workers)}'} workers ended well")
         return 0, ""
     # Of several at once, one killed by a signal is the likelier cause: the others report its loss.
     first = min(failed, key=lambda process: (process.code or 0) >= 0)
@@ -422,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1
-    from tfps.launch.engine import LOG_LEVEL, NOTE, SILENCE_S
+    from tfps.launch.engine import LOG_LEVEL, NOTE, SILENCE_S, wants_notes
     from tfps.launch.supervisor import Interrupted, Supervisor
     from tfps.launch.terminal import Console
 
@@ -433,8 +435,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigError, OSError) as error:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
-        wants_notes = LOG_LEVEL in (each.partition("=")[0] for each in (*os.environ, *plan.variables))
-        console = Console(sys.stdout, sys.stderr, log, *([] if wants_notes else [NOTE.match]))
+        given = dict(each.split("=", 1) for each in plan.variables if "=" in each)
+        shown = wants_notes({**os.environ, **given}.get(LOG_LEVEL))
+        console = Console(sys.stdout, sys.stderr, log, *([] if shown else [NOTE.match]))
         supervisor = Supervisor(console, plan.grace_s)
         try:
             token_file = plan.token_file or os.environ.get("TFPS_TOKEN_FILE", "").strip()
@@ -455,11 +458,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             code, message = 1, f"cannot start a process: {error}"
         if supervisor.unheard:
             names = ", ".join(process.command.title for process in supervisor.unheard)
-            print(
-                f"tfps_launch: {names}: no answer; a host ends by itself within {SILENCE_S:g} s what it runs for a "
-                "launcher that it does not hear",
-                file=sys.stderr,
+            console.say(
+                f"{names}: no answer; a host ends by itself within {SILENCE_S:g} s what it runs for a launcher that it "
+                "does not hear"
             )
-    if message:
-        print(f"tfps_launch: {message}", file=sys.stderr)
+        if message:
+            console.say(message)
     return code

@@ -54,11 +54,18 @@ _SRUN_NOISE = re.compile(
 )
 LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _QUIET = {LOG_LEVEL: "2"}  # errors only; by default for all processes
-# Says nothing but how TensorFlow was built, and is written before it reads the level.
+# Says nothing but how TensorFlow was built and that there is no GPU, whatever the level.
 NOTE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     r"|I0000 .*\] (oneDNN custom operations are on\.|Could not find cuda drivers on your machine)"
+    r"|.*\] (Unable to register cu\w+ factory|computation placer already registered)"
+    r"|.*\] failed call to cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"  # 303: no driver is installed
 )
+
+
+def wants_notes(level: str | None) -> bool:
+    """Whether somebody who sets TensorFlow's log level to `level` asks for more than errors; None: nobody has."""
+    return level is not None and not (level.strip().isdecimal() and int(level) >= int(_QUIET[LOG_LEVEL]))
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,7 @@ class Supervisor:
 
     def __init__(self, console: Console, grace_s: float) -> None:
         self._console = console
+        self.say = console.say
         self._grace_s = grace_s
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()

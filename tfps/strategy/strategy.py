@@ -12,11 +12,11 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfps.config import Config, Launch, Security, TraceRequest, unknown_variables
+from tfps.config import Config, Launch, Security, TraceRequest, checks_names, unknown_variables
 from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.patches import BaseStrategy
@@ -125,6 +125,7 @@ class Strategy(BaseStrategy):
         WaitTimeoutError: not all workers joined within `config.connect_timeout_s`.
     """
 
+    @checks_names("tfps.Strategy")
     def __init__(
         self,
         pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -139,7 +140,7 @@ class Strategy(BaseStrategy):
         _show_messages()
         cluster = find(pservers, self.config)
         self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
-        if isinstance(devices, str) or (devices is not None and not devices):
+        if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable) or not devices):
             raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
         devices = devices or [gpu.name for gpu in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
         check_effects()

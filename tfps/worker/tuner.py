@@ -101,8 +101,7 @@ class Tuner:
         busy = [Throughput(b.nbytes - a.nbytes, b.seconds - a.seconds) for a, b in zip(then, busy, strict=True)]
         if max(one.seconds for one in busy) < _BUSY_S:
             if steps >= self._first[1] + _GIVE_UP_STEPS:
-                self.done = True
-                logger.info("tfps: the network keeps up: slices and windows stay as they are")
+                self.done = True  # the network keeps up: sizes stay as they are
             return
         step_s = (now_s - self._first[0]) / (steps - self._first[1])
         measured = measure(busy, self._round_trip_s, self._message_s, step_s)
