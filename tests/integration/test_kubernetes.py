@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -137,6 +138,20 @@ def test_a_job_goes_on_after_a_pserver_came_back_with_another_address(cluster: C
         pods.wait(lambda: all("waits for pserver" in each.log() for each in second), "what workers say", second)
         cluster.start(pservers[0])
         finish(second, folder)
+
+
+@pytest.mark.parametrize("options", [(), ("--min-workers", "1")], ids=["all are needed", "elastic"])
+def test_a_worker_that_is_deleted_ends_at_once_or_leaves_the_others(cluster: Cluster, options: tuple[str, ...]) -> None:
+    pservers, workers = made_of({}, *options)
+    with cluster:
+        _, serving, first = begun(cluster, pservers, workers)
+        assert all(probed(each) == [200] * 3 for each in serving)
+        first[1].terminate()
+        pods.wait(lambda: first[1].process.poll() is not None, "the end of the deleted worker")
+        assert first[1].process.returncode == 128 + signal.SIGTERM
+        assert ("SIGTERM: this worker ends its step and leaves the job" in first[1].log()) == bool(options)
+        if options:
+            pods.wait(lambda: "goes on with 1 of 2 workers" in first[0].log(), "what the other worker says", first[:1])
 
 
 def test_a_killed_worker_joins_the_others_where_they_can_do_without_it(cluster: Cluster) -> None:
