@@ -159,7 +159,7 @@ def test_a_killed_worker_joins_the_others_where_they_can_do_without_it(cluster: 
     with cluster:
         _, _, first = begun(cluster, pservers, workers)
         first[1].kill()
-        pods.wait(lambda: "goes on with 1 of 2 workers" in first[0].log(), "what the other worker says", first)
+        pods.wait(lambda: "goes on with 1 of 2 workers" in first[0].log(), "what the other worker says", first[:1])
         again = cluster.start(workers[1])
         joined = "rank 1 takes part from now on, with 2 workers"
         both = [first[0], again]
