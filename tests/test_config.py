@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tfps
-from tfps.config import Launch, Security, TraceRequest, check_address, unknown_variables
+from tfps.config import Launch, Security, TraceRequest, check_address, ignored_variables, unknown_variables
 from tfps.types import Argument, Options, Value
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -227,6 +227,26 @@ def test_a_variable_that_nobody_reads_is_named_with_the_nearest_that_somebody_do
     (line,) = unknown_variables({"TFPS_SLICE_BYTE": "1", "TFPS_RANK": "0", "TFPS_TRACE": "", "HOME": ""})
     assert "TFPS_SLICE_BYTE is unknown to tfps" in line
     assert line.endswith("did you mean TFPS_SLICE_BYTES?")
+
+
+def test_a_variable_that_a_config_of_the_program_overrides_is_named() -> None:
+    environment = {
+        "TFPS_MIN_WORKERS": "1",
+        "TFPS_SLICE_BYTES": "auto",
+        "TFPS_COMPRESSION": " int8 ",
+        "TFPS_TOKEN_FILE": "token",
+        "TFPS_MODE": "",
+        "TFPS_CHECK_EVERY": "often",
+        "TFPS_STEP_TIMEOUT_S": "600",
+    }
+    first, second = ignored_variables(tfps.Config(compression="int8"), environment)
+    assert first == (
+        "the environment variable TFPS_CHECK_EVERY=often has no effect: the program's config has check_every=100; "
+        "tfps.Config.from_environment(...) in place of tfps.Config(...) reads variables, too"
+    )
+    assert second.startswith("the environment variable TFPS_MIN_WORKERS=1 has no effect: the program's config has min_")
+    del environment["TFPS_CHECK_EVERY"], environment["TFPS_MODE"]
+    assert ignored_variables(tfps.Config.from_environment(environment), environment) == []
 
 
 def test_every_variable_that_tfps_reads_or_sets_is_known() -> None:

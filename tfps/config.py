@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -370,9 +371,7 @@ class Config:
         for field in dataclasses.fields(cls):
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
-                size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
-                default = 0 if size or field.default is None else field.default  # None stands for no number
-                values[field.name] = _parse(name, environment[name], default)
+                values[field.name] = _parsed(field.name, environment[name], field.default)
         return cls(**{**values, **explicit})
 
 
@@ -386,6 +385,13 @@ def _is_number(value: Argument) -> bool:
 
 def _is_positive(value: Argument) -> bool:
     return _is_number(value) and 0 < value < float("inf")
+
+
+def _parsed(field: str, text: str, default: Argument) -> Argument:
+    """Reads the variable of a field of Config."""
+    size = field in ("slice_bytes", "window_bytes") and text.strip() != "auto"
+    # None stands for no number.
+    return _parse(f"TFPS_{field.upper()}", text, 0 if size or default is None else default)
 
 
 def _parse(name: str, text: str, default: Argument) -> Argument:
@@ -507,6 +513,23 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
         if name.startswith("TFPS_") and name not in known and not _OF_A_SERVICE.fullmatch(name):
             (nearest,) = difflib.get_close_matches(name, known, 1, 0.0)
             lines.append(f"the environment variable {name} is unknown to tfps and ignored; did you mean {nearest}?")
+    return lines
+
+
+def ignored_variables(config: Config, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns a line for each `TFPS_...` variable of a setting that a program's own `config` has otherwise."""
+    lines = []
+    for field in dataclasses.fields(Config):
+        name, own = f"TFPS_{field.name.upper()}", getattr(config, field.name)
+        text = "" if field.name in _FILES else environment.get(name, "")
+        with contextlib.suppress(ConfigError):  # a value that cannot be read has no effect either
+            value = str(parse(text)) if field.name == "compression" and text else text
+            if not text or _parsed(field.name, value, field.default) == own:
+                continue
+        lines.append(
+            f"the environment variable {name}={text} has no effect: the program's config has {field.name}={own!r}; "
+            "tfps.Config.from_environment(...) in place of tfps.Config(...) reads variables, too"
+        )
     return lines
 
 

@@ -143,6 +143,18 @@ def test_a_setting_is_refused_with_where_it_belongs_whichever_it_is() -> None:
         )
 
 
+def test_a_variable_that_a_config_overrides_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TFPS_MIN_WORKERS", "1")
+    with caplog.at_level(logging.WARNING, "tfps"):
+        for config in (None, tfps.Config(check_every=7), tfps.Config(check_every=7)):
+            tfps.Strategy(config=config).close()
+    assert (
+        caplog.text.count("variable TFPS_MIN_WORKERS=1 has no effect: the program's config has min_workers=None") == 1
+    )
+
+
 def test_no_pserver_at_an_address_is_an_error_within_the_deadline() -> None:
     with pytest.raises(tfps.ConnectError, match=r"127\.0\.0\.1:9"):
         tfps.Strategy(["127.0.0.1:9"], config=tfps.Config(connect_timeout_s=1))

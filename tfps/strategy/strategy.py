@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfps.config import Config, Launch, Security, TraceRequest, checks_names, unknown_variables
+from tfps.config import Config, Launch, Security, TraceRequest, checks_names, ignored_variables, unknown_variables
 from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.patches import BaseStrategy
@@ -137,7 +137,7 @@ class Strategy(BaseStrategy):
             raise ConfigError(f"config must be a tfps.Config, got {config!r}")
         self.config = Config.from_environment() if config is None else config
         request = TraceRequest.from_environment()
-        _show_messages()
+        _show_messages(config)
         cluster = find(pservers, self.config)
         self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
         if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable) or not devices):
@@ -335,18 +335,21 @@ class Strategy(BaseStrategy):
             self.extended.states.finish()
 
 
-def _show_messages() -> None:
-    """Logs events, such as the chosen sizes, to stderr, one line each, unless the program has set up logging."""
+def _show_messages(own: Config | None) -> None:
+    """Logs events, such as the chosen sizes, to stderr, one line each, unless the program has set up logging.
+
+    `own`: the program's config, by which variables may have no effect.
+    """
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
-    _warn_of_unknown_variables()
+    for line in [*unknown_variables(), *([] if own is None else ignored_variables(own))]:
+        _warn_once(line)
 
 
-@functools.cache  # once per process
-def _warn_of_unknown_variables() -> None:
-    for line in unknown_variables():
-        logger.warning("tfps: %s", line)
+@functools.cache  # per process
+def _warn_once(line: str) -> None:
+    logger.warning("tfps: %s", line)
 
 
 class _Connection:
