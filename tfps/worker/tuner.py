@@ -143,7 +143,7 @@ class Tuner:
         self._sizes = slice_bytes, window_bytes
         self._tune(slice_bytes, window_bytes)
         logger.info(
-            "tfps: tuned: slices of %.0f KiB, windows of %.0f KiB (%.0f MB/s, round trip %.2f ms, %.2f ms per message)",
+            "tfps: tuned: slices of %.0f KiB, windows of %.0f KiB (%.3g MB/s, round trip %.2f ms, %.2f ms per message)",
             slice_bytes / 1024,
             window_bytes / 1024,
             measured.bytes_per_s / 1e6,
