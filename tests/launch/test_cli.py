@@ -187,6 +187,7 @@ def test_a_worker_that_is_lost_starts_again_while_the_others_go_on(write_script:
     assert "worker 1 was killed by SIGKILL" in result.stderr
     assert "it starts again (restarts left: 0)" in result.stderr
     assert result.stdout.count("min 2") == 3
+    assert result.stderr.endswith("tfps_launch: all workers ended well\n")
 
 
 def test_the_others_go_on_without_a_worker_that_does_not_start_again(write_script: WriteScript, tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def test_the_others_go_on_without_a_worker_that_does_not_start_again(write_scrip
         "worker 1 was killed by SIGKILL (the system does that when memory runs out); 2 workers go on" in result.stderr
     )
     assert result.stdout.count("min 2") == 2
+    assert result.stderr.endswith("tfps_launch: 2 of 3 workers ended well\n")
 
 
 _LOSES_PSERVERS = """
@@ -247,10 +249,12 @@ def test_too_few_workers_end_all(write_script: WriteScript, tmp_path: Path) -> N
 
 def test_the_log_has_every_line(write_script: WriteScript, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    result = launch("--log", log, write_script("print('out'); print('err', file=sys.stderr)"))
-    assert result.returncode == 0
-    lines = log.read_text().splitlines()
-    assert sorted(lines) == sorted([*result.stdout.splitlines(), *result.stderr.splitlines()])
+    for code, end in ((0, "all workers ended well"), (3, "worker 0 ended with exit code 3; all others were ended")):
+        result = launch("--log", log, write_script(f"print('out'); print('err', file=sys.stderr); sys.exit({code})"))
+        assert result.returncode == code
+        lines = log.read_text().splitlines()
+        assert sorted(lines) == sorted([*result.stdout.splitlines(), *result.stderr.splitlines()])
+        assert f"tfps_launch: {end}" in lines
 
 
 def test_the_launcher_does_not_import_tensorflow() -> None:
