@@ -117,6 +117,7 @@ try:
         control_flow_v2_func_graphs,  # which graphs are branches of a tf.cond
     )
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable outside of any strategy
+    from tensorflow.python.util import nest  # paths_of
 
     from tfps.graph.patches import Patch  # here, as it needs TensorFlow
 
@@ -176,6 +177,8 @@ try:
     needs(flat_map_op, "_FlatMapDataset")
     needs(flat_map_op._FlatMapDataset, "_map_func")
 
+    needs(tf.RaggedTensorSpec, "_from_compatible_tensor_list", "_ragged_rank")  # see _keep_inner_axes
+    needs(nest, "flatten_with_tuple_paths")
     needs(data_seeds, "get_seed")
     needs(context, "global_seed", "eager_mode")
 
@@ -203,6 +206,11 @@ DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 def dummy_batch(element_spec: Structure) -> Structure:
     """Returns an empty batch, as TensorFlow gives it to replicas for which there is no data left."""
     return input_lib._dummy_tensor_fn(element_spec)
+
+
+def paths_of(structure: Structure) -> list[tuple[str | int, ...]]:
+    """Returns the keys and indices that lead to each value of `structure`, in the order of `tf.nest.flatten`."""
+    return [path for path, _ in nest.flatten_with_tuple_paths(structure)]
 
 
 def of_any_size(element_spec: Structure) -> Structure:
@@ -242,10 +250,34 @@ def _translate_errors(original: Callable[..., Structure]) -> Callable[..., Struc
     return call
 
 
+def _keep_inner_axes(original: Callable[..., Structure]) -> Callable[..., Structure]:
+    """A ragged part without rows, as TensorFlow makes it of a variant that has none, keeps its dense inner axes."""
+
+    def read(spec: tf.RaggedTensorSpec, tensors: Sequence[tf.Tensor]) -> Structure:
+        inner = spec.shape[1 + spec._ragged_rank :] if spec._ragged_rank > 0 and spec.shape.rank is not None else []
+        if not inner:
+            return original(spec, tensors)
+        if tf.executing_eagerly():
+            return dummy_batch(spec) if tensors[0].shape.num_elements() == 0 else original(spec, tensors)
+        found = original(spec, tensors)
+        if not inner.is_fully_defined() or 0 in inner.as_list():
+            return found
+        return found.with_flat_values(tf.reshape(found.flat_values, [-1, *inner]))
+
+    return read
+
+
 _ERRORS = "a call of a function, those of Keras' steps included, raises errors of tfps as they are"
 PATCHES = (
     Patch(Function, "__call__", _translate_errors, _ERRORS, "tests/test_errors.py"),
     Patch(ConcreteFunction, "__call__", _translate_errors, _ERRORS, "tests/test_errors.py"),
+    Patch(
+        tf.RaggedTensorSpec,
+        "_from_compatible_tensor_list",
+        _keep_inner_axes,
+        "a part of a batch without rows keeps the dense inner axes of its ragged tensors",
+        "tests/integration/test_rows.py",
+    ),
 )
 
 

@@ -27,6 +27,7 @@ from tfps.graph.tf_private import (
 from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
 from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
 from tfps.input.staging import Feed, Group, Stage, Staging
+from tfps.input.whole_batches import filtered, has_one_size
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
 
@@ -166,12 +167,19 @@ def distribute_dataset(
 
 
 def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:
-    """Returns what knows the first batches of the second if all ranks make the same; else None and `dataset`."""
-    compares = extended.staging is not None and extended.staging.compares and extended.shards
-    if not compares or not tf.executing_eagerly() or not is_same_on_all(dataset):
+    """Returns `dataset`, whose batches can be cut or end with an error, and what knows its first batches.
+
+    That is None unless all ranks make the same.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
         return None, dataset
-    first = FirstBatches()
-    return first, first.watch(dataset)
+    cuts = (extended.changes and extended.shards) or extended._make_input_context().num_replicas_in_sync > 1
+    looks = [has_one_size(dataset.element_spec)] if cuts else []
+    compares = extended.staging is not None and extended.staging.compares and extended.shards
+    first = FirstBatches() if compares and tf.executing_eagerly() and is_same_on_all(dataset) else None
+    if first is not None:
+        looks.append(first.look())
+    return first, filtered(dataset, *filter(None, looks))
 
 
 def _distribute_rows(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tfps.errors import TfpsError, to_text
+from tfps.errors import TfpsError, in_graph_error, to_text
 from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
@@ -306,8 +306,9 @@ class Feed:
                     text = (
                         f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"
                     )
-                    if isinstance(error, TfpsError):  # no error of the pipeline
-                        text = to_text(error)
+                    better = in_graph_error(text) if isinstance(error, tf.errors.InvalidArgumentError) else error
+                    if isinstance(better, TfpsError):  # no error of the pipeline
+                        text = to_text(better)
                 self._end(text)
         finally:
             self.tokens.close(cancel_pending_enqueues=True)  # `stop` may wait for a token

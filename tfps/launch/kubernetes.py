@@ -18,7 +18,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from string import Template
 
 from tfps.errors import ConfigError
-from tfps.launch.job import Job
+from tfps.launch.job import HASHES_ALIKE, Job
 from tfps.types import Json
 
 PORT = 7070  # where workers reach a pserver; slices go to the next port
@@ -324,7 +324,7 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         arguments += ["--data-port", str(ports["data"])]
     if "metrics" in ports:
         arguments += ["--metrics-host", "0.0.0.0"]
-    settings = {"TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S), "PYTHONUNBUFFERED": "1"}
+    settings = {"TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S), "PYTHONUNBUFFERED": "1", **HASHES_ALIKE}
     elastic = job.min_workers is not None
     if elastic:
         settings["TFPS_MIN_WORKERS"] = str(job.min_workers)
