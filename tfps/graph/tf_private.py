@@ -238,13 +238,10 @@ def _translate_errors(original: Callable[..., Structure]) -> Callable[..., Struc
     def call(self: Function, *arguments: object, **named: object) -> Structure:
         try:
             return original(self, *arguments, **named)
-        except tf.errors.InvalidArgumentError as error:
-            if (better := in_graph_error(error.message)) is None:
-                raise
-        except TfpsError as error:
-            if not tf.debugging.is_traceback_filtering_enabled():
-                raise
-            better = outlined(error)
+        except Exception as error:
+            better = in_graph_error(error.message) if isinstance(error, tf.errors.InvalidArgumentError) else None
+            if better is None:
+                raise outlined(error)  # noqa: B904  # the same error
         raise better
 
     return call

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfps.errors import TfpsError, outlined
+from tfps.errors import outlined
 from tfps.graph.patches import BaseStrategy, strategy_of
 from tfps.graph.shares import (
     Share,
@@ -49,9 +49,7 @@ def _mark_steps(made: str, trains: bool, original: Function, model: Model, force
         try:
             with keras_step(trains=trains):
                 return function(*args)
-        except TfpsError as error:
-            if not tf.debugging.is_traceback_filtering_enabled():
-                raise
+        except Exception as error:
             raise outlined(error)  # noqa: B904  # the same error
 
     setattr(model, made, step)

@@ -148,8 +148,6 @@ class Strategy(BaseStrategy):
         try:
             self._connection = _connect(cluster, self.config, self._user)
         except TfpsError as error:
-            if not tf.debugging.is_traceback_filtering_enabled():
-                raise
             raise outlined(error) from None  # its text has what gRPC said
         self._runtime = self._connection.runtime
         record_unattended(self._runtime, request)
