@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfps.graph.common_rows import Marks, mark, merge
 from tfps.graph.rows import rows_of
 from tfps.graph.shares import Share
-from tfps.graph.unique_rows import made_unique
+from tfps.graph.unique_rows import made_unique, seem_unique
 from tfps.types import Value
 
 ROWS = tf.TensorSpec([None, None], tf.int64)
@@ -116,3 +116,16 @@ def test_slices_of_both_kinds_are_summed() -> None:
     indices = tf.constant([-3, ONCE + 3, 5, -3, ONCE + 3], tf.int64)
     merged = merge(tf.IndexedSlices(tf.range(1.0, 6.0)[:, None], indices), 2, Marks(True, True, tf.int64))
     assert dict(zip(merged.indices.numpy(), merged.values.numpy()[:, 0], strict=True)) == {5: 3.0, 2: 5.0, 3: 7.0}
+
+
+@pytest.mark.parametrize(
+    ("own", "gathered", "seem"),
+    [
+        ([4, 2], [4, 2, 2, 7], True),
+        ([4, 2], [4, 2, 3, 7], False),  # others have none of them
+        ([4, 4], [4, 4, 4, 7], False),  # twice
+        ([], [4, 7], False),
+    ],
+)
+def test_eager_ids_that_seem_to_be_made_unique_are_told(own: list[int], gathered: list[int], seem: bool) -> None:
+    assert seem_unique(tf.constant(own, tf.int64), tf.constant(gathered, tf.int64)) == seem
