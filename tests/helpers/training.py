@@ -72,6 +72,20 @@ def embedding_dense() -> tuple[keras.Model, Array, Array]:
     return keras.Sequential(layers), words, targets
 
 
+class UniqueEmbedding(DenseEmbedding):
+    """An embedding that looks up each word of the batch once."""
+
+    def call(self, words: Value) -> Value:
+        once, where = tf.unique(tf.reshape(words, [-1]))
+        return tf.reshape(tf.gather(tf.gather(self.table.value, once), where), [-1, 12, 8])
+
+
+def embedding_unique() -> tuple[keras.Model, Array, Array]:
+    words, targets = _words()
+    layers = [keras.Input((12,), dtype="int64"), UniqueEmbedding(), keras.layers.Flatten(), keras.layers.Dense(10)]
+    return keras.Sequential(layers), words, targets
+
+
 def shared_layer() -> tuple[keras.Model, Array, Array]:
     """One layer used twice, the functional way."""
     images, labels = digits()

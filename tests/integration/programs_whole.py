@@ -392,3 +392,49 @@ def lookups(job: Job, kind: type[Model] = keras.Model) -> Results:
 
 def nested_lookups(job: Job) -> Results:
     return lookups(job, NestedGradients)
+
+
+class UniqueLookups(L.Layer):
+    """Looks up each id of the batch once, in ways that Keras and TensorFlow have; a table also plainly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.sparse = L.Embedding(16, 4), L.Embedding(16, 4)
+        self.dense = L.Dense(3)
+
+    def build(self, shape: Sequence[int]) -> None:
+        for each in (self.words, self.sparse):
+            each.build()
+        self.dense.build((None, 16))
+
+    @tf.function
+    def nested(self, ids: Value) -> Value:
+        once, where = tf.unique(tf.reshape(ids, [-1]))
+        return tf.gather(tf.gather(self.words.embeddings.value, once), where)
+
+    def call(self, ids: Value) -> Value:
+        table = self.words.embeddings.value
+        once, where = tf.unique(tf.reshape(ids, [-1]))
+        each = tf.gather(tf.gather(table, tf.boolean_mask(once, once >= 0)), where)
+        h = tf.reshape(each + self.nested((ids + 1) % 16), tf.shape(self.words(ids))) + self.words(ids)
+        combined = tf.nn.embedding_lookup_sparse(self.sparse.embeddings.value, tf.sparse.from_dense(ids), None)
+        dense = self.dense(tf.sparse.from_dense(tf.ensure_shape(tf.one_hot(ids[:, 0], 16), [None, 16])))
+        return K.concatenate([tf.reduce_mean(h, 1), combined, dense], 1)
+
+
+def unique_lookups(job: Job) -> Results:
+    """In one process an id that a lookup takes once is one slice for the whole batch: Adam squares that."""
+    x, _ = data(ROWS)
+    words = (x[:, :6] * 100).astype("int32") % 15 + 1
+    results: Results = {}
+    for make in (lambda: keras.optimizers.Adam(0.01, epsilon=1e-3), lambda: keras.optimizers.Adagrad(0.1)):
+        keras.utils.set_random_seed(1)
+
+        def build() -> Model:
+            inputs = L.Input((6,), dtype="int32")
+            return keras.Model(inputs, L.Dense(16)(UniqueLookups()(inputs)))
+
+        model = job.compiled(make, build=build, metrics=[])
+        model.fit(words, words[:, 0], epochs=2, **OPTIONS)
+        results |= {f"{model.optimizer.name} {key}": value for key, value in weights(model).items()}
+    return results

@@ -192,7 +192,7 @@ try:
     needs(attr_value_pb2, "AttrValue")
     needs(auto_control_deps_utils, "READ_ONLY_RESOURCE_INPUTS_ATTR")  # what it does, check_effects sees
     needs(tf.Operation, "_set_attr")
-    needs(tf.Graph, "_is_function")
+    needs(tf.Graph, "_is_function", "_get_function")
     needs(ops, "get_default_graph", "init_scope")
     needs(record, "could_possibly_record", "record_operation")
 except (ImportError, AttributeError) as error:  # a module, or a class in one
@@ -287,6 +287,11 @@ def stopped() -> bool:
 def has_function(graph: tf.Graph, name: str) -> bool:
     """Whether `graph` calls the function `name`, directly or through a function that it calls."""
     return bool(graph._is_function(name))
+
+
+def function_of(call: tf.Operation) -> FuncGraph:
+    """Returns the graph of the function that `call`, an op of a kind of PartitionedCall, calls."""
+    return call.graph._get_function(call.get_attr("f").name).graph
 
 
 # AutoGraph must not rewrite functions of tfps, which run during tracing: it takes time, and not every version knows
