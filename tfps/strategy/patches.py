@@ -16,6 +16,7 @@ from tfps.keras_hooks import (  # noqa: F401  # hooks
     agreed_logs,
     checkpoint,
     differentiated,
+    generators,
     hooks,
     joining,
     layers,
