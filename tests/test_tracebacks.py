@@ -80,7 +80,7 @@ def test_an_error_that_ends_the_program_is_shown_without_frames_of_tfps(
 ) -> None:
     strategy = tfps.Strategy()
     try:
-        with pytest.raises(Exception) as caught:  # noqa: PT011  # each of its own class
+        with pytest.raises(Exception) as caught:  # each of its own class
             WAYS[what](strategy)
         capsys.readouterr()
         sys.excepthook(caught.type, caught.value, caught.value.__traceback__)  # what Python calls at the end

@@ -79,8 +79,8 @@ KINDS: dict[str, tuple[Of, Callable[[Value, Value], Value]]] = {
     "noise_as_long_as_the_batch": (Of.MEAN, lambda x, w: tf.reduce_mean(tf.random.normal((tf.shape(x)[0], 2)))),
     "noise_of_its_own": (Of.FIXED, lambda x, w: tf.reduce_mean(tf.random.normal([8, 2]))),
     "a_penalty": (Of.FIXED, lambda x, w: tf.nn.l2_loss(VARIABLE)),
-    "a_function_that_is_not_looked_into": (
-        Of.UNSURE,
+    "a_function": (
+        Of.TOTAL,
         lambda x, w: tf.function(lambda y: tf.reduce_sum(y) / tf.reduce_sum(w))(x),
     ),
     "a_mean_where_a_condition_holds": (
@@ -114,7 +114,14 @@ def test_a_graph_shows_what_a_number_is_to_the_rows(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("a_mean", "a_sum", "a_weighted_mean", "a_number_of_each_row", "a_mean_over_rows_first", "a_sum_by_a_constant"),
+        *(
+            "a_mean",
+            "a_sum",
+            "a_weighted_mean",
+            "a_number_of_each_row",
+            "a_mean_over_rows_first",
+            "a_sum_by_a_constant",
+        ),
         *("weights_that_sum_to_one", "pairs_by_hand", "a_mean_of_what_is_standardized", "time_before_rows"),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from program import Job, Results, data, history, weights
 
-from tfps.types import Argument, Library, Model, Structure, Value
+from tfps.types import Argument, Library, Model, Structure, Value, Variable
 
 L: Library = keras.layers
 K: Library = keras.ops
@@ -438,3 +438,44 @@ def unique_lookups(job: Job) -> Results:
         model.fit(words, words[:, 0], epochs=2, **OPTIONS)
         results |= {f"{model.optimizer.name} {key}": value for key, value in weights(model).items()}
     return results
+
+
+class Stateful(L.Layer):
+    """Has states of all kinds: means over rows, and what is none, computed from the rows of all replicas."""
+
+    def build(self, shape: Sequence[int]) -> None:
+        def state(name: str, *shape: int) -> Variable:
+            return self.add_weight(shape=shape, initializer="zeros", trainable=False, name=name)
+
+        self.mean, self.top, self.steps = state("mean", shape[-1]), state("top", shape[-1]), state("steps")
+        self.queue, self.counts = state("queue", 6, shape[-1]), state("counts", 3)
+        self.spread = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="mean")
+        self.created: Variable | None = None
+
+    def call(self, x: Value, training: bool = False) -> Value:
+        if self.created is None:  # by the first call
+            self.created = self.add_weight(shape=(), initializer="zeros", trainable=False, name="created")
+        if not training:
+            return x
+        context = tf.distribute.get_replica_context()
+        rows = context.all_gather(x, axis=0)
+        nearest = tf.one_hot(tf.argmax(x[:, :3], 1), 3)
+        (counts,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.reduce_sum(nearest, 0)])
+        self.mean.assign(0.9 * self.mean.value + 0.1 * tf.reduce_mean(x, 0))
+        self.created.assign_add(tf.cond(tf.reduce_all(x < 9.0), lambda: 1.0, lambda: 1.0) * tf.reduce_mean(x**2))
+        self.top.assign(tf.maximum(self.top.value, tf.reduce_max(tf.abs(rows), 0)))
+        self.queue.assign(tf.concat([rows[:6], self.queue.value], 0)[:6])
+        self.counts.assign(0.9 * self.counts.value + counts)
+        self.steps.assign_add(1.0)
+        self.spread.assign(tf.reduce_max(x))  # another number on each replica: it asks for the mean of those
+        return x
+
+
+def states(job: Job, **options: Argument) -> Results:
+    """States that are means over rows, or computed from all rows, are those of one process."""
+    build = lambda: keras.Sequential([L.Input((64,)), Stateful(), L.BatchNormalization(), L.Dense(10)])  # noqa: E731
+    model = job.compiled(lambda: SGD(0.1), build=build, metrics=[], **options)
+    x, y = data(ROWS)
+    model.fit(x, y, epochs=2, **OPTIONS)
+    names = ("mean", "created", "top", "queue", "counts", "steps")  # not the spread, of which replicas have others
+    return {name: np.asarray(getattr(model.layers[0], name)) for name in names}

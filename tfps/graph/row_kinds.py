@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import tensorflow as tf
 
 from tfps.graph.ops import captured_from
+from tfps.graph.tf_private import function_of
 from tfps.types import Value
 
 
@@ -52,11 +53,30 @@ class Kind:
         return self.of not in (Of.CURVED, Of.SUM, Of.TOTAL, Of.DIVIDED)
 
     @property
+    def is_mean(self) -> bool:
+        """Whether replicas' numbers, weighted by their rows, add up to that of the whole batch for certain."""
+        return self.of in (Of.FIXED, Of.MEAN)
+
+    @property
+    def words(self) -> str:
+        """For messages: what something of this kind is."""
+        return _WORDS.get(self.of, "is computed from rows in a way that is not known to be a mean over them")
+
+    @property
     def sums_rows(self) -> bool:
         """Whether the sum of its elements is one over rows."""
         return self.of in (Of.ROWS, Of.PICKED)
 
 
+_WORDS = {
+    Of.COUNT: "is computed from the number of rows",
+    Of.SUM: "is a sum over rows",
+    Of.TOTAL: "is computed from sums over rows and is no mean of all rows",
+    Of.DIVIDED: "is divided by a number that is computed from a sum over rows",
+    Of.CURVED: "is computed from numbers over all rows and is not linear in means over rows",
+    Of.PICKED: "is of some rows only, chosen by their values",
+    Of.ROWS: "has values of single rows",
+}
 FIXED, MEAN = Kind(Of.FIXED), Kind(Of.MEAN)
 _MOVES = {
     *("Reshape", "Squeeze", "ExpandDims", "BroadcastTo", "EnsureShape", "StridedSlice", "Slice", "Tile", "Transpose"),
@@ -120,8 +140,12 @@ class RowKinds:
             return _argument(tensor)
         if all(each.of is Of.FIXED for each in inputs):
             return FIXED
+        if (within := self._within(tensor, inputs)) is not None:
+            return within
         if op.type in _REDUCES:
             return self._reduced(tensor, inputs[0])
+        if op.type.startswith("FusedBatchNorm") and tensor.value_index in (1, 2):  # the batch's mean and variance
+            return _reduction("Mean", inputs[0])
         if op.type == "L2Loss":
             return _reduction("Sum", inputs[0])
         if op.type in _SIZES:
@@ -133,6 +157,25 @@ class RowKinds:
         if op.type == "Where":
             return Kind(Of.PICKED)
         return self._placed(tensor, inputs, _computed(op.type, inputs))
+
+    def _within(self, tensor: tf.Tensor, inputs: Sequence[Kind]) -> Kind | None:
+        """The kind of what a function in the graph returns, or either branch of a condition that no row decides."""
+        op = tensor.op
+        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+            graphs, given = [function_of(op)], inputs
+        elif op.type in ("If", "StatelessIf") and inputs[0].of in (Of.FIXED, Of.COUNT):
+            graphs, given = [function_of(op, "then_branch"), function_of(op, "else_branch")], inputs[1:]
+        else:
+            return None
+        found = []
+        for graph in graphs:
+            if graph is None or len(graph.inputs) != len(given):
+                return None
+            kinds = RowKinds(self._rows)
+            for each, kind in zip(graph.inputs, given, strict=True):
+                kinds.note(each, kind)
+            found.append(kinds.of(graph.outputs[tensor.value_index]))
+        return replace(_sum(found), axis=found[0].axis)
 
     def _reduced(self, tensor: tf.Tensor, kind: Kind) -> Kind:
         op = tensor.op
@@ -164,7 +207,11 @@ class RowKinds:
         kind = Kind(of)
         if not kind.has_rows:
             return kind
-        having = [(each.shape.rank or 0, known.axis) for each, known in zip(tensor.op.inputs, inputs) if known.has_rows]
+        having = [
+            (each.shape.rank or 0, known.axis)
+            for each, known in zip(tensor.op.inputs, inputs, strict=True)
+            if known.has_rows
+        ]
         axis = max(having, key=lambda each: each[0])[1] if having else 0  # of the first with the highest rank
         if tensor.op.type == "Transpose" and (order := tf.get_static_value(tensor.op.inputs[1])) is not None:
             return Kind(of, order.tolist().index(axis))
@@ -174,7 +221,7 @@ class RowKinds:
         if axis < len(sizes) and sizes[axis] == self._rows:
             return Kind(of, axis)
         possible = [axis for axis, size in enumerate(sizes) if size == self._rows]
-        if not possible and self._rows and sizes and sizes[0] % self._rows == 0:
+        if not possible and self._rows and sizes and sizes[0] and sizes[0] % self._rows == 0:
             possible = [0]  # flattened
         return Kind(of, possible[0]) if possible else Kind(Of.UNSURE)
 

@@ -290,9 +290,10 @@ def has_function(graph: tf.Graph, name: str) -> bool:
     return bool(graph._is_function(name))
 
 
-def function_of(call: tf.Operation) -> FuncGraph:
-    """Returns the graph of the function that `call`, an op of a kind of PartitionedCall, calls."""
-    return call.graph._get_function(call.get_attr("f").name).graph
+def function_of(call: tf.Operation, attribute: str = "f") -> FuncGraph | None:
+    """Returns the graph of a function that `call`, an op of a kind of PartitionedCall or If, calls, if it has one."""
+    function = call.graph._get_function(call.get_attr(attribute).name)
+    return getattr(function, "graph", None)
 
 
 # AutoGraph must not rewrite functions of tfps, which run during tracing: it takes time, and not every version knows

@@ -40,7 +40,8 @@ def _found(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> bool | None:
         if kind == "Where":
             return bool(op.inputs[0].shape.rank == 1)
         if kind == "Placeholder":
-            inputs = function_of(calls[-1]).inputs if calls else ()
+            graph = function_of(calls[-1]) if calls else None
+            inputs = () if graph is None else graph.inputs
             place = next((place for place, each in enumerate(inputs) if each is tensor), None)
             around = outside(tensor) if place is None else calls[-1].inputs[place]
             calls = calls if place is None else calls[:-1]
@@ -48,7 +49,9 @@ def _found(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> bool | None:
                 return False
             tensor = around
         elif kind in ("PartitionedCall", "StatefulPartitionedCall"):
-            tensor, calls = function_of(op).outputs[tensor.value_index], (*calls, op)
+            if (graph := function_of(op)) is None:
+                return None
+            tensor, calls = graph.outputs[tensor.value_index], (*calls, op)
         elif kind in _KEEPS or (kind == "Cast" and op.inputs[0].dtype.is_integer):
             tensor = op.inputs[0]
         elif kind == "IdentityN":

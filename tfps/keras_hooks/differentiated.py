@@ -17,14 +17,6 @@ from tfps.graph.shares import Share, current_share, say_once
 from tfps.keras_hooks.hooks import replaces
 from tfps.types import Function, Structure, Value
 
-_ARE = {
-    Of.SUM: "is a sum over rows",
-    Of.TOTAL: "is computed from sums over rows and is no mean of all rows",
-    Of.DIVIDED: "is divided by a number that is computed from a sum over rows",
-    Of.CURVED: "is computed from numbers over all rows and is not linear in means over rows",
-    Of.PICKED: "is of some rows only, chosen by their values",
-}
-
 
 @replaces(tf.GradientTape, "gradient", "tests/integration/test_rows.py")
 def _gradient(
@@ -86,7 +78,7 @@ def say_if_no_mean(share: Share, what: str, value: Value, *, averaged: bool = Fa
     if kind.adds_up and not (averaged and kind.of is Of.PICKED):
         return
     say_once(
-        f"{what} {_ARE[kind.of]}, computed at {place_of(share.kinds.origin(value).op)}: each replica computes it from "
+        f"{what} {kind.words}, computed at {place_of(share.kinds.origin(value).op)}: each replica computes it from "
         "its own rows, so training differs from that of one process. Sum over the replicas first, for example: "
         "total, count = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, "
         "[tf.reduce_sum(losses * weights), tf.reduce_sum(weights)]), and take total / count"
