@@ -453,10 +453,11 @@ class Stateful(L.Layer):
         self.created: Variable | None = None
 
     def call(self, x: Value, training: bool = False) -> Value:
-        if self.created is None:  # by the first call
-            self.created = self.add_weight(shape=(), initializer="zeros", trainable=False, name="created")
         if not training:
             return x
+        if self.created is None:  # in the first step
+            with tf.init_scope():
+                self.created = tf.Variable(0.0, trainable=False, name="created")
         context = tf.distribute.get_replica_context()
         rows = context.all_gather(x, axis=0)
         nearest = tf.one_hot(tf.argmax(x[:, :3], 1), 3)
