@@ -63,7 +63,7 @@ PROGRAMS = {
         ],
     ),
     "programs_input": (
-        ["stopping"],
+        ["stopping", "cached_in_a_file"],
         [
             "py_dataset_in_epochs",
             "scalar_beside_rows",
