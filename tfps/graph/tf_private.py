@@ -252,7 +252,7 @@ def _keep_inner_axes(original: Callable[..., Structure]) -> Callable[..., Struct
     """A ragged part without rows, as TensorFlow makes it of a variant that has none, keeps its dense inner axes."""
 
     def read(spec: tf.RaggedTensorSpec, tensors: Sequence[tf.Tensor]) -> Structure:
-        inner = spec.shape[1 + spec._ragged_rank :] if spec._ragged_rank > 0 and spec.shape.rank is not None else []
+        inner = spec.shape[1 + spec._ragged_rank :] if spec._ragged_rank > 0 and spec.shape.rank is not None else None
         if not inner:
             return original(spec, tensors)
         if tf.executing_eagerly():
