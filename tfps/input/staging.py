@@ -312,10 +312,13 @@ class Feed:
                             self._put_token(key, "", [max(UNKNOWN, rows[0] * staging.workers), *rows[1:]])
                             del self._rows[key]
                             self._whole.pop(key, None)
-                        if self._view is not None:
-                            with tf.device(HOST), self._taking:
-                                # In this order: a batch whose token is put meanwhile counts twice.
-                                waiting = len(self._rows) + int(self.tokens.size()) + self._unused
+                        # `stop` may wait for a token of this thread, which then tells all at the end.
+                        if self._view is not None and self._taking.acquire(blocking=False):
+                            try:
+                                with tf.device(HOST):  # in this order: what is put meanwhile counts twice
+                                    waiting = len(self._rows) + int(self.tokens.size()) + self._unused
+                            finally:
+                                self._taking.release()
                             self._view.used(self._skipped + self._staged - waiting)
                         del batches
                 except Exception as error:  # any error of the user's input pipeline: its step raises it
