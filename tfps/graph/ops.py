@@ -37,7 +37,12 @@ _OTHER_STEP = to_text(
         "it parallel_iterations=1)"
     )
 )
-CLOSED = to_text(ClosedError("the strategy is closed"))
+CLOSED = to_text(
+    ClosedError(
+        "the strategy is closed, and its models can no longer train: call close() at the end, or make a new strategy, "
+        "and the model in its scope"
+    )
+)
 
 
 def traced_once(*signature: tf.TensorSpec) -> Callable[[Function], Callable[[], tf_private.ConcreteFunction]]:
