@@ -261,3 +261,9 @@ def test_what_kubernetes_sets_for_a_service_called_tfps_is_left_alone() -> None:
     names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_7070_TCP", "PORT_7070_TCP_ADDR"]
     names += [f"PSERVER_{name}" for name in names]
     assert unknown_variables({f"TFPS_{name}": "" for name in names}) == []
+
+
+def test_an_ipv6_address_without_brackets_is_refused_with_what_to_write() -> None:
+    with pytest.raises(tfps.ConfigError, match=r"got '::1:7070'; write '\[::1\]:7070'"):
+        check_address("::1:7070")
+    assert check_address("[::1]:7070") == "[::1]:7070"

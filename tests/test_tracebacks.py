@@ -61,6 +61,11 @@ def loop(strategy: tfps.Strategy) -> None:
     strategy.run(lambda: numbers["the program's own"])
 
 
+def closed(strategy: tfps.Strategy) -> None:
+    strategy.close()
+    fit(strategy)
+
+
 WAYS = {
     "a callback": lambda strategy: fit(strategy, callbacks=(Stop(),)),
     "a step": lambda strategy: fit(strategy, kind=OwnStep),
@@ -70,7 +75,7 @@ WAYS = {
     "a loop": loop,
     "a setting": lambda strategy: tfps.Config(slice_bytes=-1),
     "an address": lambda strategy: tfps.Strategy("localhost:1"),
-    "a closed strategy": lambda strategy: (strategy.close(), fit(strategy)),
+    "a closed strategy": closed,
 }
 
 

@@ -548,6 +548,10 @@ def check_address(address: str) -> str:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"a pserver address must be 'host:port' with a port from 1 to 65535, got {address!r}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ConfigError(
+            f"an IPv6 address must be in brackets, so that its port is known, got {address!r}; write '[{host}]:{port}'"
+        )
     check_host_name(host, f" in {address!r}")
     return address
 

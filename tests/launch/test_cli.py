@@ -17,7 +17,7 @@ import pytest
 from launching import ROOT, WriteScript, environment, launch
 
 from tfps.errors import ConfigError
-from tfps.launch.cli import Plan, check_script, engine_of, exit_code, parse
+from tfps.launch.cli import Plan, check_script, engine_of, exit_code, misplaced, parse
 from tfps.launch.job import Host
 
 pytestmark = launching.NEEDS_POSIX
@@ -336,3 +336,15 @@ def test_notes_of_tensorflow_about_itself_are_shown_to_those_who_ask_for_more_on
         assert f"[worker 0] level {level}\n" in result.stdout
         assert [note in result.stderr for note in notes] == [level in "01"] * len(notes)
         assert error in result.stderr
+
+
+@pytest.mark.parametrize("python", ["python", "python3", "/nowhere/python3.11"])
+def test_python_before_the_script_is_refused_with_what_to_write(python: str) -> None:
+    with pytest.raises(ConfigError, match=f"leave out '{python}': .* as in train.py --epochs 3"):
+        check_script(parse([python, "train.py", "--epochs", "3"]))
+
+
+def test_options_of_the_launcher_after_the_script_are_told() -> None:
+    assert "--workers after the script is the script's" in misplaced(parse(["train.py", "--workers", "2"]))
+    assert "--pservers=2 after" in misplaced(parse(["train.py", "--pservers=2"]))
+    assert misplaced(parse(["--workers", "2", "train.py", "--epochs", "3"])) == ""

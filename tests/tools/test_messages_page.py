@@ -141,7 +141,7 @@ def test_a_page_that_lacks_something_is_refused(text: str, error: str) -> None:
 
 def test_a_page_that_is_not_up_to_date_is_named_with_what_to_do(tmp_path: Path) -> None:
     old = tmp_path / "page.md"
-    old.write_text(TEXT.replace("`the strategy is closed`", "`the strategy is shut`"))
+    old.write_text(TEXT.replace("`the strategy is closed, a batch", "`the strategy is shut, a batch"))
     with pytest.raises(SystemExit, match=r"must be up to date; run tools/make_messages_page\.py"):
         page.main(["--check", "--page", str(old)])
     page.main(["--page", str(old)])

@@ -47,7 +47,12 @@ _LIBRARIES = tuple(
     for name in ("tensorflow", "keras", "tfps")
     if (module := importlib.util.find_spec(name)) is not None and module.origin
 )  # whose frames say nothing about a program
-CLOSED = to_text(ClosedError("the strategy is closed"))
+CLOSED = to_text(
+    ClosedError(
+        "the strategy is closed, and its models can no longer train: call close() at the end, or make a new strategy, "
+        "and the model in its scope"
+    )
+)
 
 
 def traced_once(*signature: tf.TensorSpec) -> Callable[[Function], Callable[[], tf_private.ConcreteFunction]]:

@@ -212,6 +212,9 @@ def check_script(plan: Plan) -> None:
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise ConfigError(f"script {plan.script} is a directory without a __main__.py")
         if not path.exists():
+            if re.fullmatch(r"python[\d.]*", path.name):
+                rest = " ".join(plan.args) or "script.py"
+                raise ConfigError(f"leave out {plan.script!r}: tfps_launch runs the script by itself, as in {rest}")
             raise ConfigError(f"script not found: {plan.script} (in {Path.cwd()})")
         return
     # Only the outermost package is looked for: to find a submodule Python would have to import, and run, its package.
@@ -246,6 +249,17 @@ def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
         plan.check_fewest(len(options[0].workers))
         return Slurm(*options, chosen=chosen)
     return Ssh(*options, tuple(shlex.split(plan.ssh)), chosen=chosen)
+
+
+def misplaced(plan: Plan) -> str:
+    """Says which options after the script are those of tfps_launch by name; the script gets them. "": none."""
+    found = [arg for arg in plan.args if arg.partition("=")[0] in ("--workers", "--pservers", "--min-workers")]
+    if not found:
+        return ""
+    return (
+        f"{', '.join(found)} after the script is the script's: options of tfps_launch come before it, as in "
+        f"tfps_launch --workers 2 {plan.script}"
+    )
 
 
 def exit_code(code: int) -> int:
@@ -303,6 +317,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         return 1, f"{names}: not ready within {START_S:g} s{f'; {host} has not answered' if host else ''}"
 
     pservers = [start_pserver(index, host) for index, host in enumerate(place.pservers)]
+    supervisor.last = pservers  # workers that leave still talk to them
     supervisor.wait(lambda: len(addresses) == len(pservers) or any(pserver.ended for pserver in pservers), START_S)
     for pserver in pservers:
         if pserver.ended:
@@ -444,6 +459,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not token_file:  # only this user can read one that is made here, and it goes with the job
                 token_file = stack.enter_context(secret_file(secrets.token_urlsafe(32)))
             plan = replace(plan, token_file=token_file)
+            if said := misplaced(plan):
+                print(f"tfps_launch: {said}", file=sys.stderr, flush=True)
             with supervisor:
                 code, message = run(plan, supervisor, engine_of(plan, os.environ))
         except ConfigError as error:
