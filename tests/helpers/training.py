@@ -15,6 +15,13 @@ from tfps.types import Argument, Array, Optimizer, Structure, Value
 Build = Callable[[], tuple[keras.Model, Structure, Array]]  # model, inputs, targets
 
 
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process saves, as TensorFlow's tutorial for several workers asks."""
+    resolver = strategy.cluster_resolver
+    kind, number, others = resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict()
+    return kind is None or kind == "chief" or (kind == "worker" and number == 0 and "chief" not in others)
+
+
 def digits(count: int = 320) -> tuple[np.ndarray, np.ndarray]:
     """Handwritten digits, [count, 64] float32 from 0 to 1, and their labels."""
     images, labels = load_digits(return_X_y=True)

@@ -62,6 +62,8 @@ def main(out: str, *names: str) -> None:
     for name in names:
         build, optimizer = PROGRAMS[name]
         strategy = tfps.Strategy(devices=devices) if distributed else None
+        if strategy:
+            assert training.is_chief(strategy) == (strategy.rank == 0)
         # Ranks start from different values: rank 0's must win, or the weights cannot be equal.
         keras.utils.set_random_seed(1 + (strategy.rank if strategy else 0))
         with strategy.scope() if strategy else contextlib.nullcontext():

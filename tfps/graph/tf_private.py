@@ -110,8 +110,8 @@ try:
         auto_control_deps_utils,  # the attribute for read-only inputs
         ops,  # the graph under construction, init_scope that leaves it
     )
-    from tensorflow.python.framework.config import is_op_determinism_enabled as is_op_determinism_enabled  # no clock
     from tensorflow.python.framework.composite_tensor import CompositeTensor  # base of iterator arguments
+    from tensorflow.python.framework.config import is_op_determinism_enabled as is_op_determinism_enabled  # no clock
     from tensorflow.python.framework.func_graph import FuncGraph  # whose outer graphs can be followed
     from tensorflow.python.ops import (
         control_flow_util,  # whether XLA compiles a graph: queues do not exist there

@@ -139,8 +139,8 @@ class TraceRun:
             raise ConfigError(f"name of a trace must be a file name, because the run gets it, got {name!r}")
         if not has_clock():
             logger.warning(
-                "tfps: tf.config.experimental.enable_op_determinism() is on, which leaves a step's graph no clock: this "
-                "capture has messages and updates, but no steps and no waits"
+                "tfps: tf.config.experimental.enable_op_determinism() leaves a step's graph no clock: this capture has "
+                "messages and updates, but no steps and no waits"
             )
         self._runtime, self._log_dir = runtime, Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")

@@ -32,6 +32,7 @@ from tfps.strategy.extended import Extended
 from tfps.strategy.patches import install_all
 from tfps.strategy.preemption import leave_on_sigterm
 from tfps.strategy.table_files import restore_tables, save_tables
+from tfps.strategy.tasks import Resolver, resolver_of
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.elastic import ElasticWorker
@@ -143,6 +144,7 @@ class Strategy(BaseStrategy):
             raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
         devices = devices or [gpu.name for gpu in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
         check_effects()
+        self._resolver = pservers if isinstance(pservers, Resolver) else None
         self._user = next(_users)
         try:
             self._connection = _connect(cluster, self.config, self._user)
@@ -190,6 +192,15 @@ class Strategy(BaseStrategy):
     def pservers(self) -> tuple[str, ...]:
         """Addresses of the pservers; empty when the pserver is embedded."""
         return self._connection.cluster.pservers
+
+    @property
+    def cluster_resolver(self) -> Resolver:
+        """Which task of the job this process is, for programs that ask for the chief; `rank == 0` says it shorter.
+
+        What `pservers` or TF_CONFIG has, if this process is there. Else its `task_type` is "worker", its `task_id` the
+        rank, and its `cluster_spec()` has all workers, by names without addresses, and pservers.
+        """
+        return resolver_of(self, self._resolver)
 
     def report(self) -> Report:
         """Returns where the last steps' time went on this worker, what limits speed and what would help; printable.
