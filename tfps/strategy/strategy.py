@@ -146,7 +146,8 @@ class Strategy(BaseStrategy):
             raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
         devices = devices or [gpu.name for gpu in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
         check_effects()
-        self._resolver = pservers if isinstance(pservers, Resolver) else None
+        is_resolver = isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver)
+        self._resolver = pservers if is_resolver else None
         self._user = next(_users)
         try:
             self._connection = _connect(cluster, self.config, self._user)

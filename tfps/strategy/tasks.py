@@ -5,13 +5,15 @@ Tested in tests/strategy/test_cluster.py and tests/integration/test_clusters.py.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import tensorflow as tf
 
 from tfps.errors import ConfigError
 from tfps.graph.patches import BaseStrategy
 from tfps.launch.cluster_spec import from_tasks
 
-Resolver = tf.distribute.cluster_resolver.ClusterResolver
+Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
 class JobResolver(Resolver):
