@@ -79,7 +79,8 @@ def generator(job: Job) -> Results:
 def cached_in_a_file(job: Job) -> Results:
     """A cache that all ranks name alike, written and read again; and files that `save` and `snapshot` share."""
     x, y = data()
-    dataset, results = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), {}
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    results: Results = {}
     for how in ("cache", "cache again", "snapshot", "save"):
         path = str(job.shared / how.split()[0])
         match how:
