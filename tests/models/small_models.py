@@ -280,6 +280,9 @@ def mit(job: Job) -> Results:
             image_shape=(32, 32, 3),
             hidden_dims=[4, 8],
         )
+        for layer in backbone._flatten_layers():
+            if isinstance(layer, L.Dropout):  # no argument of the backbone's
+                layer.rate = 0.0
         return compiled(keras_hub.models.MiTImageClassifier(backbone, num_classes=3, preprocessor=None))
 
     return briefly(job, build, pictures(), labels())
@@ -344,7 +347,9 @@ def segment_anything(job: Job) -> Results:
         "masks": np.zeros((ROWS, 0, 32, 32, 1), "float32"),
     }
     y = [drawn(3).uniform(size=(ROWS, 4 * 16 * 16)), drawn(4).uniform(size=(ROWS, 4))]
-    return briefly(job, build, x, [values.astype("float32") for values in y])
+    found = briefly(job, build, x, [values.astype("float32") for values in y])
+    # Masks turn rounding of weights into 3e-5.
+    return {f"ranks {name}" if name.startswith("predicted") else name: value for name, value in found.items()}
 
 
 # Those of keras_rs.
