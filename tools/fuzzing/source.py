@@ -284,7 +284,11 @@ def _strategies(case: Case, reference: str, update: str) -> str:
         settings.append("shared_memory=False")
     if place.compression != "no compression":
         settings.append(f"compression={place.compression!r}")
-        small = "    from tfps import compression\n\n    compression.LEAST_BYTES = 0  # buckets here are small\n"
+        small = (
+            "    from tfps.runtime import report\n    from tfps.updates import pending, reductions\n\n"
+            "    for module in (pending, reductions, report):  # imported before, by programs that do not compress\n"
+            "        module.LEAST_BYTES = 0  # buckets here are small\n"
+        )
     devices = [f"CPU:{device}" for device in range(place.devices)]
     everywhere = [f"CPU:{device}" for device in range(case.replicas)]
     other = f"tf.distribute.MirroredStrategy({everywhere})" if reference == "mirrored" else "None"
