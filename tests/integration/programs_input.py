@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 import keras
@@ -46,56 +45,20 @@ def steps_per_execution(job: Job) -> Results:
 
 
 def generator(job: Job) -> Results:
-    """A generator without end, which several loops read, one after the other: each begins after what the last one used.
+    """A generator without end: every rank makes the batches of the whole job and trains on its rows.
 
-    Ranks read ahead of training, not equally far. In plain Keras what was read too early is lost, as chance has it:
-    there each loop gets a generator of the batches that are to come.
+    Keras takes a few batches from it before training under every strategy, ranks not equally many: not as plain Keras.
     """
     x, y = data()
-    begun = 0
 
-    def batches(first: int = 0) -> Iterator[Structure]:
-        for number in itertools.count(first):
-            start = number * BATCH % SAMPLES
-            time.sleep(0.02 * (job.rank + 1) * (number % 3 == 1))  # so that ranks read ahead unequally far
+    def batches() -> Iterator[Structure]:
+        for start in itertools.cycle(range(0, SAMPLES, BATCH)):
             yield x[start : start + BATCH], y[start : start + BATCH]
 
-    endless = batches()
-
-    def following(used: int) -> Iterator[Structure]:
-        nonlocal begun
-        begun += used
-        return endless if job.strategy else batches(begun - used)
-
     model = job.compiled()
-    validated = {"validation_data": batches(), "validation_steps": 2}
-    fits = [model.fit(following(8), steps_per_epoch=4, epochs=2, verbose=0, **validated)]
-    fits.append(model.fit(following(3), steps_per_epoch=3, verbose=0))
-    evaluated = model.evaluate(following(2), steps=2, verbose=0, return_dict=True)
-    fits.append(model.fit(following(5), steps_per_epoch=5, verbose=0))
-    return {**weights(model), **history(*fits), **{f"evaluated/{name}": value for name, value in evaluated.items()}}
-
-
-def cached_in_a_file(job: Job) -> Results:
-    """A cache that all ranks name alike, written and read again; and files that `save` and `snapshot` share."""
-    x, y = data()
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    results: Results = {}
-    for how in ("cache", "cache again", "snapshot", "save"):
-        path = str(job.shared / how.split()[0])
-        match how:
-            case "snapshot":
-                files = dataset.snapshot(path)
-            case "save":
-                dataset.save(path)
-                files = tf.data.Dataset.load(path)
-            case _:
-                files = dataset.cache(path)
-        keras.utils.set_random_seed(1)
-        model = job.compiled()
-        fit = model.fit(files, epochs=2, verbose=0)
-        results |= {f"{how} {name}": value for name, value in {**weights(model), **history(fit)}.items()}
-    return results
+    fit = model.fit(batches(), steps_per_epoch=4, epochs=2, validation_data=batches(), validation_steps=2, verbose=0)
+    ends = {**weights(model), **history(fit)}
+    return {"epochs": fit.epoch} | {f"ranks {name}": value for name, value in ends.items()}
 
 
 class Batches(keras.utils.PyDataset):

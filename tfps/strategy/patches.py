@@ -14,7 +14,6 @@ from tfps.graph import patches, tf_private
 from tfps.graph.patches import Patch
 from tfps.keras_hooks import (  # noqa: F401  # hooks
     agreed_logs,
-    cached_files,
     checkpoint,
     differentiated,
     generators,

@@ -22,7 +22,6 @@ from tfps.exchange.interface import Exchange
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import check_effects
-from tfps.keras_hooks.cached_files import begin_caches
 from tfps.keras_hooks.random_numbers import share_random_states
 from tfps.launch.cluster_spec import Cluster, cluster_of, from_tasks, locate, pservers_of, started_with
 from tfps.launch.rendezvous import rendezvous
@@ -162,7 +161,6 @@ class Strategy(BaseStrategy):
         if self.extended.staging is not None:
             self._connection.users[self._user].callback(self.extended.staging.close)
         install_all()
-        begin_caches(self._runtime.exchange.rank, self._runtime.exchange.view.workers)
         if self.extended.changes:
             leave_on_sigterm(self._runtime, None if self.extended.staging is None else self.extended.staging.lockstep)
 
