@@ -27,6 +27,7 @@ from tfps.graph.tf_private import (
 from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
 from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
 from tfps.input.staging import Feed, Group, Stage, Staging
+from tfps.keras_hooks.generators import Reading
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
 
@@ -48,6 +49,8 @@ class _Staged:
     reads_skipped = True  # whether the next iterator begins with these: they are read and thrown away
     open_elsewhere = False  # whether the others have the next iterator already
     cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
+    reading: Reading | None = None  # of a Python generator that others may read after it
+    goes_on = False  # whether the next iterator goes on where they have stopped the last one
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
@@ -76,7 +79,7 @@ class _Staged:
         if min(known) >= 0:
             each = known if len(known) == replicas or cuts else [known[0] / replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        self.opened += 1
+        self.opened += not self.goes_on
         groups = functools.partial(read_groups, sources, 1 if cuts else replicas, element_spec, pads)
         if whole is None:
             chosen = groups()
@@ -93,6 +96,8 @@ class _Staged:
         feed = Feed(
             self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks, skipped
         )
+        if self.reading is not None and whole is None:  # batches that are handed out are not taken one by one
+            feed.begins = functools.partial(self.reading.begin, feed.supersede, goes_on=self.goes_on)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
