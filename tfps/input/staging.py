@@ -21,6 +21,7 @@ from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
 from tfps.graph.tf_private import eagerly
+from tfps.input.caches import advice
 from tfps.input.first_batches import NOTHING, FirstBatches, of_own, of_whole
 from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.keras_hooks.generators import View
@@ -323,9 +324,8 @@ class Feed:
                 except Exception as error:  # any error of the user's input pipeline: its step raises it
                     if self.stopped and isinstance(error, _STOPS):
                         raise
-                    text = (
-                        f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"
-                    )
+                    said = getattr(error, "message", None) or str(error)
+                    text = f"the input pipeline failed: {type(error).__name__}: {said}{advice(said)}"
                     if isinstance(error, TfpsError):  # no error of the pipeline
                         text = to_text(error)
                 self._end(text)
