@@ -85,8 +85,8 @@ class Ahead(keras.callbacks.Callback):
             start = 37 * number % (SAMPLES - BATCH)
             yield x[start : start + BATCH - number % 5], y[start : start + BATCH - number % 5]
 
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        with self.changed:  # the others read further than they train, before they end
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        with self.changed:  # the others have read further than they have trained
             assert self.waits or self.changed.wait_for(lambda: self.read > self.allowed, 60)
 
 
