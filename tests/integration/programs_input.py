@@ -61,7 +61,7 @@ def generator(job: Job) -> Results:
 
 
 class Ahead(keras.callbacks.Callback):
-    """Makes batches of sizes that do not divide; other ranks read ahead further than they train, rank 0 cannot."""
+    """Makes batches of sizes that do not divide; other ranks read ahead further than they train, rank 0 slowly."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ class Ahead(keras.callbacks.Callback):
         x, y = data()
         for number in itertools.count(begin):
             with self.changed:
-                while self.waits and number >= self.allowed:
-                    assert self.changed.wait(60)
+                if self.waits:
+                    self.changed.wait_for(lambda: self.read < self.allowed, 0.3)
                 self.read = number + 1
                 self.changed.notify_all()
             start = 37 * number % (SAMPLES - BATCH)
