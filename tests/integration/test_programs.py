@@ -63,7 +63,7 @@ PROGRAMS = {
         ],
     ),
     "programs_input": (
-        ["stopping", "cached_in_a_file"],
+        ["stopping", "generator_again", "cached"],
         [
             "py_dataset_in_epochs",
             "scalar_beside_rows",

@@ -174,7 +174,7 @@ try:
     for _spec in (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec):
         needs(_spec, "_batch", "_unbatch")
     needs(tf.data.Dataset, "_functions")  # see reads_files
-    needs(tf.data.Dataset, "_inputs")  # see made_by_generator, and finds_generators
+    needs(tf.data.Dataset, "_inputs")  # see made_by_generator, finds_generators, inputs_of
     needs(flat_map_op, "_FlatMapDataset")
     needs(flat_map_op._FlatMapDataset, "_map_func")
 
@@ -345,6 +345,12 @@ def made_by_generator(dataset: tf.data.Dataset) -> bool:
         if len(inputs) != 1 or "Batch" in type(dataset).__name__:
             return False
         dataset = inputs[0]
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the datasets that `dataset` reads."""
+    inputs: list[tf.data.Dataset] = dataset._inputs()
+    return inputs
 
 
 def reads_files(dataset: tf.data.Dataset) -> bool:

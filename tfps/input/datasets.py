@@ -24,6 +24,7 @@ from tfps.graph.tf_private import (
     made_by_generator,
     of_any_size,
 )
+from tfps.input.caches import reads_whole
 from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
 from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
 from tfps.input.staging import Feed, Group, Stage, Staging
@@ -136,6 +137,8 @@ def distribute_dataset(
     extended: tf.distribute.StrategyExtended, dataset: Batches, options: tf.distribute.InputOptions | None
 ) -> Batches:
     context = extended._make_input_context()
+    if context.num_input_pipelines > 1 and shard_policy(dataset) in (*DIVIDED, AutoShardPolicy.FILE):
+        dataset = _as_one_process(dataset)
     if extended.changes and extended.shards and shard_policy(dataset) != AutoShardPolicy.OFF:
         return _distribute_whole(extended, dataset, options)
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
@@ -169,6 +172,15 @@ def distribute_dataset(
 
     divides = shard_policy(dataset) in DIVIDED
     return _made(DistributedDataset, StagedDataset, arguments, first, whole if divides else None)
+
+
+def _as_one_process(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset`, divided by rows if it reads what one process has cached: it would not be divided by files."""
+    if not reads_whole(dataset):
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
+    return dataset.with_options(options)
 
 
 def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:

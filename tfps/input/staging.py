@@ -21,6 +21,7 @@ from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
 from tfps.graph.tf_private import eagerly
+from tfps.input.caches import advice
 from tfps.input.first_batches import NOTHING, FirstBatches, of_own, of_whole
 from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.keras_hooks.generators import View
@@ -208,7 +209,8 @@ class Feed:
         self.begins: Callable[[], View] | None = None
         self._view: View | None = None
         self._staged = self._unused = 0  # batches that have been staged, and those of them that no step has taken
-        self._taking = threading.RLock()  # guards _unused; reentrant as that of Staging
+        # Guards _unused; reentrant as that of Staging. The thread takes it only once no token can be waited for.
+        self._taking = threading.RLock()
         with tf.init_scope(), tf.device(HOST):
             room = 1000 if staging.lockstep is not None else 1 if hands_out else staging.depth - 1
             self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [len(self._unknown)]], name="tfps_batches")
@@ -312,21 +314,18 @@ class Feed:
                             self._put_token(key, "", [max(UNKNOWN, rows[0] * staging.workers), *rows[1:]])
                             del self._rows[key]
                             self._whole.pop(key, None)
-                        # `stop` may wait for a token of this thread, which then tells all at the end.
-                        if self._view is not None and self._taking.acquire(blocking=False):
-                            try:
-                                with tf.device(HOST):  # in this order: what is put meanwhile counts twice
-                                    waiting = len(self._rows) + int(self.tokens.size()) + self._unused
-                            finally:
-                                self._taking.release()
-                            self._view.used(self._skipped + self._staged - waiting)
+                        if self._view is not None:
+                            with tf.device(HOST):
+                                # In this order: a batch whose token is put meanwhile counts twice.
+                                waiting = len(self._rows) + int(self.tokens.size())
+                            if not self.stopped:  # else `stop` may have taken one that is not used
+                                self._view.used(self._skipped + self._staged - waiting)
                         del batches
                 except Exception as error:  # any error of the user's input pipeline: its step raises it
                     if self.stopped and isinstance(error, _STOPS):
                         raise
-                    text = (
-                        f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"
-                    )
+                    said = getattr(error, "message", None) or str(error)
+                    text = f"the input pipeline failed: {type(error).__name__}: {said}{advice(said)}"
                     better = in_graph_error(text) if isinstance(error, tf.errors.InvalidArgumentError) else error
                     if isinstance(better, TfpsError):  # no error of the pipeline
                         text = to_text(better)

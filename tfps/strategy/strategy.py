@@ -22,6 +22,7 @@ from tfps.exchange.interface import Exchange
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import check_effects
+from tfps.input.caches import cache_apart
 from tfps.keras_hooks.random_numbers import share_random_states
 from tfps.launch.cluster_spec import Cluster, cluster_of, from_tasks, locate, pservers_of, started_with
 from tfps.launch.rendezvous import rendezvous
@@ -405,6 +406,8 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     connection.users[user] = contextlib.ExitStack()
     try:
         share_random_states(connection.runtime, for_newcomers=config.min_workers is not None)
+        exchange = connection.runtime.exchange
+        cache_apart(exchange.rank, exchange.view.workers, changes=config.min_workers is not None)
     except BaseException:
         connection.runtime.close(drain=False)
         raise
