@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
 import tfps
-from tfps.config import Launch, Security, TraceRequest, check_address, unknown_variables
-from tfps.types import Argument, Value
+from tfps.config import Launch, Security, TraceRequest, check_address, ignored_variables, unknown_variables
+from tfps.types import Argument, Options, Value
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,6 +92,21 @@ def test_settings_of_modes_are_checked_together(values: dict[str, Argument], mes
     update = "server" if values["mode"] == "async" else "worker"
     with pytest.raises(tfps.ConfigError, match=message):
         tfps.Config(**{"update": update, **values})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("compresion", "tfps.Config has no argument 'compresion'; did you mean 'compression'?"),
+        ("sliceBytes", "tfps.Config has no argument 'sliceBytes'; did you mean 'slice_bytes'?"),
+        ("workers", "tfps.Config has no argument 'workers'; it has slice_bytes, .*, tls_key$"),
+    ],
+)
+def test_a_field_that_there_is_not_is_refused_with_the_one_that_was_meant(name: str, message: str) -> None:
+    given: Options = {name: 1}
+    for make in (tfps.Config, functools.partial(dataclasses.replace, tfps.Config())):
+        with pytest.raises(tfps.ConfigError, match=message):
+            make(**given)
 
 
 def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() -> None:
@@ -213,6 +229,26 @@ def test_a_variable_that_nobody_reads_is_named_with_the_nearest_that_somebody_do
     assert line.endswith("did you mean TFPS_SLICE_BYTES?")
 
 
+def test_a_variable_that_a_config_of_the_program_overrides_is_named() -> None:
+    environment = {
+        "TFPS_MIN_WORKERS": "1",
+        "TFPS_SLICE_BYTES": "auto",
+        "TFPS_COMPRESSION": " int8 ",
+        "TFPS_TOKEN_FILE": "token",
+        "TFPS_MODE": "",
+        "TFPS_CHECK_EVERY": "often",
+        "TFPS_STEP_TIMEOUT_S": "600",
+    }
+    first, second = ignored_variables(tfps.Config(compression="int8"), environment)
+    assert first == (
+        "the environment variable TFPS_CHECK_EVERY=often has no effect: the program's config has check_every=100; "
+        "tfps.Config.from_environment(...) in place of tfps.Config(...) reads variables, too"
+    )
+    assert second.startswith("the environment variable TFPS_MIN_WORKERS=1 has no effect: the program's config has min_")
+    del environment["TFPS_CHECK_EVERY"], environment["TFPS_MODE"]
+    assert ignored_variables(tfps.Config.from_environment(environment), environment) == []
+
+
 def test_every_variable_that_tfps_reads_or_sets_is_known() -> None:
     known = [f"TFPS_{field.name.upper()}" for field in dataclasses.fields(tfps.Config)]
     for path in [*(ROOT / "tfps").rglob("*.py"), *(ROOT / "tools").rglob("*")]:
@@ -225,3 +261,9 @@ def test_what_kubernetes_sets_for_a_service_called_tfps_is_left_alone() -> None:
     names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_7070_TCP", "PORT_7070_TCP_ADDR"]
     names += [f"PSERVER_{name}" for name in names]
     assert unknown_variables({f"TFPS_{name}": "" for name in names}) == []
+
+
+def test_an_ipv6_address_without_brackets_is_refused_with_what_to_write() -> None:
+    with pytest.raises(tfps.ConfigError, match=r"got '::1:7070'; write '\[::1\]:7070'"):
+        check_address("::1:7070")
+    assert check_address("[::1]:7070") == "[::1]:7070"

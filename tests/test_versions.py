@@ -22,7 +22,9 @@ import tfps
 from tfps.graph import tf_private
 from tfps.graph.tf_private import check_versions
 from tfps.strategy.extended import Extended
+from tfps.wire.control import PROTOCOL_VERSION
 
+ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = r"TensorFlow 2\.18 to 2\.21 with Keras 3 \(3\.8 or newer\)"
 
 
@@ -157,7 +159,7 @@ def test_autograph_leaves_functions_of_tfps_alone_and_rewrites_those_of_programs
 
 
 def test_the_changelog_ends_with_this_version_or_with_one_before_it_while_the_next_is_made() -> None:
-    text = (Path(__file__).resolve().parent.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     first, *others = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert first == "Unreleased"
     released = [heading.partition(" - ")[::2] for heading in others]
@@ -172,6 +174,12 @@ def test_the_changelog_ends_with_this_version_or_with_one_before_it_while_the_ne
         assert [version for version in versions if version >= own] == []
     else:
         assert versions[:1] == [own]
+
+
+def test_the_documents_name_the_version_of_the_protocol_that_there_is() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = [each for page in pages for each in re.findall(r"protocol version (\d+)", page.read_text(encoding="utf-8"))]
+    assert set(named) == {str(PROTOCOL_VERSION)}
 
 
 @pytest.mark.parametrize("module", ["tfps.launch", "tfps.pserver.cli", "tfps.trace.cli", "tfps.doctor"])

@@ -53,6 +53,7 @@ _HOMES = {"Strategy": "tfps.strategy.strategy", "Config": "tfps.config"}  # othe
 
 
 def __getattr__(name: str) -> object:
+    importlib.import_module("tfps.errors").show_outlines()  # for whoever uses tfps: its own programs show all
     if name in ("callbacks", "layers"):
         return importlib.import_module(f"tfps.{name}")
     if name not in __all__:

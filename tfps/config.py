@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import functools
+import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, ParamSpec, TypeVar, get_args
 
 from tfps.compression import Rules, parse
 from tfps.errors import ConfigError
@@ -43,7 +46,52 @@ BUCKET_BYTES = 2**20  # up to which small variables are fused if slices are tune
 # Sizes with update="server": slices keep what they have, so they are not tuned.
 _STATE_SLICE_BYTES, _STATE_WINDOW_BYTES = 512 * 1024, 2 * 2**20
 
+_Given = ParamSpec("_Given")
+_Class = TypeVar("_Class", bound=type)
 
+
+def checks_names(what: str) -> Callable[[Callable[_Given, None]], Callable[_Given, None]]:
+    """For an `__init__`: an argument that it does not take is refused with the one that was meant.
+
+    Args:
+        what: what programs call to get there: "tfps.Strategy".
+    """
+
+    def decorate(init: Callable[_Given, None]) -> Callable[_Given, None]:
+        _, *known = inspect.signature(init).parameters  # without self
+
+        @functools.wraps(init)
+        def checked(*args: _Given.args, **given: _Given.kwargs) -> None:
+            for name, value in given.items():
+                if name not in known:
+                    raise ConfigError(_unknown_argument(what, known, name, value))
+            init(*args, **given)
+
+        return checked
+
+    return decorate
+
+
+def _unknown_argument(what: str, known: Sequence[str], name: str, value: object) -> str:
+    fields = [field.name for field in dataclasses.fields(Config)]
+    nearest, *_ = [*difflib.get_close_matches(name, dict.fromkeys([*known, *fields]), 1, 0.8), ""]
+    if nearest and nearest not in known:
+        meant = f"tfps.Strategy(config=tfps.Config({nearest}={value!r}))"
+        if name == nearest:
+            return f"{name} is a field of tfps.Config: write {meant}"
+        return f"{what} has no argument {name!r}; did you mean {meant}?"
+    if nearest:
+        return f"{what} has no argument {name!r}; did you mean {nearest!r}?"
+    return f"{what} has no argument {name!r}; it has {', '.join(known)}"
+
+
+def _checks_names(config: _Class) -> _Class:
+    """Decorates `Config`, whose `__init__` dataclasses write."""
+    type.__setattr__(config, "__init__", checks_names("tfps.Config")(vars(config)["__init__"]))
+    return config
+
+
+@_checks_names
 @dataclass(frozen=True)
 class Config:
     """How gradients are cut, ordered and exchanged. All workers of a job must have equal values.
@@ -323,9 +371,7 @@ class Config:
         for field in dataclasses.fields(cls):
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
-                size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
-                default = 0 if size or field.default is None else field.default  # None stands for no number
-                values[field.name] = _parse(name, environment[name], default)
+                values[field.name] = _parsed(field.name, environment[name], field.default)
         return cls(**{**values, **explicit})
 
 
@@ -339,6 +385,13 @@ def _is_number(value: Argument) -> bool:
 
 def _is_positive(value: Argument) -> bool:
     return _is_number(value) and 0 < value < float("inf")
+
+
+def _parsed(field: str, text: str, default: Argument) -> Argument:
+    """Reads the variable of a field of Config."""
+    size = field in ("slice_bytes", "window_bytes") and text.strip() != "auto"
+    # None stands for no number.
+    return _parse(f"TFPS_{field.upper()}", text, 0 if size or default is None else default)
 
 
 def _parse(name: str, text: str, default: Argument) -> Argument:
@@ -463,6 +516,23 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     return lines
 
 
+def ignored_variables(config: Config, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns a line for each `TFPS_...` variable of a setting that a program's own `config` has otherwise."""
+    lines = []
+    for field in dataclasses.fields(Config):
+        name, own = f"TFPS_{field.name.upper()}", getattr(config, field.name)
+        text = "" if field.name in _FILES else environment.get(name, "")
+        with contextlib.suppress(ConfigError):  # a value that cannot be read has no effect either
+            value = str(parse(text)) if field.name == "compression" and text else text
+            if not text or _parsed(field.name, value, field.default) == own:
+                continue
+        lines.append(
+            f"the environment variable {name}={text} has no effect: the program's config has {field.name}={own!r}; "
+            "tfps.Config.from_environment(...) in place of tfps.Config(...) reads variables, too"
+        )
+    return lines
+
+
 def check_steps(what: str, steps: object) -> tuple[int, int]:
     """Returns `steps` if it is a pair of first and last step, else raises an error that begins with `what`."""
     numbers = list(steps) if isinstance(steps, (tuple, list)) else []
@@ -478,6 +548,10 @@ def check_address(address: str) -> str:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"a pserver address must be 'host:port' with a port from 1 to 65535, got {address!r}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ConfigError(
+            f"an IPv6 address must be in brackets, so that its port is known, got {address!r}; write '[{host}]:{port}'"
+        )
     check_host_name(host, f" in {address!r}")
     return address
 

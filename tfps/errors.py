@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import concurrent.futures
 import contextlib
+import functools
 import re
+import sys
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+_Error = TypeVar("_Error", bound=BaseException)
 _TEXT = re.compile(r"tfps\.errors\.(\w+): (.*)", re.DOTALL)
 _TRACEBACK = re.compile(r'^(Detected at node .*|\s*File ".*", line \d+, in .*)$', re.MULTILINE)
 _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as TensorFlow's Assert prints it, escaped
@@ -68,6 +71,7 @@ class UnsupportedError(TfpsError, NotImplementedError):
 
 
 _INNER = (str(Path(__file__).parent), str(Path(concurrent.futures.__file__).parent))  # folders
+_FAULT = "_tfps_fault"  # marks errors
 _MOST = 400  # characters of an error in a message to other ranks
 
 
@@ -81,18 +85,44 @@ def in_a_line(error: BaseException) -> str:
     return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
 
 
-def outlined(error: TfpsError) -> TfpsError:
-    """Returns `error` without those frames of its traceback that are tfps' own: a message says what users need."""
+def outlined(error: _Error) -> _Error:
+    """Returns `error` without those frames of its traceback that are tfps' own: a message says what users need.
 
-    frames, trace = list[TracebackType](), error.__traceback__
+    All stay of an error that is a fault of tfps (tfps raised it, and it is neither a TfpsError nor TensorFlow's), and
+    all of every error after `tf.debugging.disable_traceback_filtering()`.
+    """
+    debugging = getattr(sys.modules.get("tensorflow"), "debugging", None)
+    if debugging is not None and not debugging.is_traceback_filtering_enabled():
+        return error
+    frames, inner, trace = list[TracebackType](), False, error.__traceback__
     while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_INNER):
+        if not (inner := trace.tb_frame.f_code.co_filename.startswith(_INNER)):
             frames.append(trace)
         trace = trace.tb_next
+    # Decided where it is seen first: on its way out Keras leaves out frames, those that raised it among them.
+    known = isinstance(error, TfpsError) or type(error).__module__.startswith("tensorflow.")
+    if vars(error).setdefault(_FAULT, inner and not known):
+        return error
     outline: TracebackType | None = None
     for frame in reversed(frames):
         outline = TracebackType(outline, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return error.with_traceback(outline)
+
+
+@functools.cache
+def show_outlines() -> None:
+    """Has the tracebacks of errors that end a program shown without frames of tfps, once per process."""
+    show = sys.excepthook
+
+    def show_outline(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        chain, seen = [error], list[BaseException]()  # what it was raised from is shown, too
+        while chain:
+            if (each := chain.pop()) not in seen:
+                seen.append(outlined(each))
+                chain += filter(None, (each.__cause__, each.__context__))
+        show(kind, error, error.__traceback__)
+
+    sys.excepthook = show_outline
 
 
 def to_text(error: TfpsError) -> str:

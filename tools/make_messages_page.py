@@ -3,12 +3,14 @@
 
 The page is written by hand, except for the tables between these two comments, which this program fills:
 
-    <!-- messages: ConnectError: no answer within | is not a tfps pserver -->
+    <!-- messages: ConnectError: no answer within | is not a tfps pserver | tfps/wire/tls.py -->
     <!-- end -->
 
-The first one names a class and parts of its messages (regular expressions between bars). A message goes to the first
-place of its class that has a part of it. A place without parts takes what is left: every class needs one, so that a new
-message always finds a place, if only the general one. `--check` writes nothing and fails unless the page is up to date.
+The first one names a class and, between bars, parts of its messages (regular expressions) or modules and folders that
+make them. A message goes to the first place of its class that names a part of it, else to the first that names its
+module. A place without either takes what is left: every class needs one, so that a new message always finds a place, if
+only the general one. Prefer modules: they hold for messages that are still to come. `--check` writes nothing and fails
+unless the page is up to date.
 """
 
 from __future__ import annotations
@@ -38,9 +40,18 @@ class Place:
     kind: str
     parts: tuple[str, ...]
 
+    @property
+    def modules(self) -> list[str]:
+        """Those of its parts that are modules or folders."""
+        return [part for part in self.parts if part.startswith("tfps/")]
+
     def takes(self, message: Message) -> bool:
         """Whether one of its messages has a part that this place names."""
         return message.kind == self.kind and any(re.search(part, message.text) for part in self.parts)
+
+    def takes_module(self, message: Message) -> bool:
+        """Whether one of its messages is made where this place says."""
+        return message.kind == self.kind and message.path.startswith(tuple(self.modules))
 
 
 def places(page: str) -> list[Place]:
@@ -56,7 +67,7 @@ def fill(page: str, known: Sequence[Message], classes: Sequence[str]) -> str:
 
     Raises:
         PageError: a class has no heading or no place for the rest of its messages, or a place names an unknown class,
-            or parts that no message has.
+            a module that is not there, or parts that no message has.
     """
     found = places(page)
     for kind in classes:
@@ -68,11 +79,13 @@ def fill(page: str, known: Sequence[Message], classes: Sequence[str]) -> str:
     if len(held) < len(found):
         raise PageError("every place must differ from the others")
     for message in known:
-        place = next((each for each in found if each.takes(message)), Place(message.kind, ()))
-        held[place].append(message.text)
+        fits = [each for each in found if each.takes(message)] + [each for each in found if each.takes_module(message)]
+        held[next(iter(fits), Place(message.kind, ()))].append(message.text)
     for place in found:
         if place.kind not in classes:
             raise PageError(f"a place must name a class of tfps/errors.py, got {place.kind}")
+        if gone := [module for module in place.modules if not (ROOT / module).exists()]:
+            raise PageError(f"a place must name modules that there are, got {gone[0]}")
         if place.parts and not held[place]:
             raise PageError(f"a message of {place.kind} must have one of {' | '.join(place.parts)}, none has")
     left = iter(found)

@@ -29,6 +29,7 @@ class Pod:
 
     name: str
     role: str
+    labels: Mapping[str, str]
     domain: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -79,7 +80,7 @@ def pod(
             claims[mount["mountPath"]] = volume["persistentVolumeClaim"]["claimName"]
     argv = tuple(expanded(part, env) for part in (*container["command"], *container.get("args", ())))
     role = known["labels"]["app.kubernetes.io/component"]
-    return Pod(name, role, domain, argv, env, mounts, claims, spec, container)
+    return Pod(name, role, known["labels"], domain, argv, env, mounts, claims, spec, container)
 
 
 def _indexed(

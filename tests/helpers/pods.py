@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -157,7 +158,10 @@ class Cluster(contextlib.ExitStack):
             "KUBERNETES_SERVICE_PORT": "443",
         }
         env = [tool("env"), "-i", *(f"{name}={value}" for name, value in {**image, **pod.env}.items())]
-        start = ["sh", "-c", _START, "sh", pod.name, str(staged), read_only, str(self.image)]
+        # Process 1 is the container's, or that which holds the namespace that the pod's containers share.
+        alone = [tool("unshare"), "--pid", "--fork", "--kill-child", "--mount-proc"]
+        held = ["sh", "-c", '"$@" & wait $!', "sh"] if pod.spec.get("shareProcessNamespace") else []
+        start = [*alone, *held, "sh", "-c", _START, "sh", pod.name, str(staged), read_only, str(self.image)]
         output = (staged / "log").open("w")
         with output:
             command = [*start, *_privileges(user), *env, *pod.argv]
@@ -197,6 +201,13 @@ class Running:
         self.process.kill()
         self.process.wait()
         run("ip", "-n", self.host.namespace, "link", "set", "eth0", "down")
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to the container's process, as a kubelet does first."""
+        process = self.process.pid
+        for _ in range(1 + bool(self.pod.spec.get("shareProcessNamespace"))):
+            (process,) = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
+        os.kill(process, signal.SIGTERM)
 
     def get(self, port: int, path: str) -> tuple[int, str]:
         """Status and content that the pod's node gets over HTTP."""

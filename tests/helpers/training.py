@@ -15,6 +15,13 @@ from tfps.types import Argument, Array, Optimizer, Structure, Value
 Build = Callable[[], tuple[keras.Model, Structure, Array]]  # model, inputs, targets
 
 
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process saves, as TensorFlow's tutorial for several workers asks."""
+    resolver = strategy.cluster_resolver
+    kind, number, others = resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict()
+    return kind is None or kind == "chief" or (kind == "worker" and number == 0 and "chief" not in others)
+
+
 def digits(count: int = 320) -> tuple[np.ndarray, np.ndarray]:
     """Handwritten digits, [count, 64] float32 from 0 to 1, and their labels."""
     images, labels = load_digits(return_X_y=True)
@@ -69,6 +76,20 @@ class DenseEmbedding(keras.layers.Layer):
 def embedding_dense() -> tuple[keras.Model, Array, Array]:
     words, targets = _words()
     layers = [keras.layers.Input((12,)), DenseEmbedding(), keras.layers.Flatten(), keras.layers.Dense(10)]
+    return keras.Sequential(layers), words, targets
+
+
+class UniqueEmbedding(DenseEmbedding):
+    """An embedding that looks up each word of the batch once."""
+
+    def call(self, words: Value) -> Value:
+        once, where = tf.unique(tf.reshape(words, [-1]))
+        return tf.reshape(tf.gather(tf.gather(self.table.value, once), where), [-1, 12, 8])
+
+
+def embedding_unique() -> tuple[keras.Model, Array, Array]:
+    words, targets = _words()
+    layers = [keras.Input((12,), dtype="int64"), UniqueEmbedding(), keras.layers.Flatten(), keras.layers.Dense(10)]
     return keras.Sequential(layers), words, targets
 
 

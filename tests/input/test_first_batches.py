@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfps.errors import MismatchError
 from tfps.input import first_batches
 from tfps.input.first_batches import NOTHING, FirstBatches, check, digest, is_same_on_all
+from tfps.input.whole_batches import filtered
 from tfps.types import Array, Batches
 
 X, Y = np.arange(20, dtype="float32")[:, None], np.arange(20) % 3
@@ -32,7 +33,7 @@ def first_of(first: FirstBatches, dataset: tf.data.Dataset) -> tuple[Batches, in
 def test_a_watched_dataset_has_the_same_batches_and_each_iterator_one_digest_also_beside_an_older_one() -> None:
     first = FirstBatches()
     plain = tf.data.Dataset.from_tensor_slices({"x": X, "name": Y.astype(str), "none": [[]] * 20}).batch(8)
-    watched = first.watch(plain)
+    watched = filtered(plain, first.look())
     assert watched.element_spec == plain.element_spec
     assert int(watched.cardinality()) == 3
     assert [each["x"].numpy().tolist() for each in watched] == [each["x"].numpy().tolist() for each in plain]
@@ -42,13 +43,13 @@ def test_a_watched_dataset_has_the_same_batches_and_each_iterator_one_digest_als
     next(older)  # its second batch
     assert first.end() == NOTHING
     assert first_of(first, watched)[1] == found
-    assert first_of(first, first.watch(plain.skip(1)))[1] not in (NOTHING, found)
-    assert int(first.watch(plain.repeat()).cardinality()) == tf.data.experimental.INFINITE_CARDINALITY
+    assert first_of(first, filtered(plain.skip(1), first.look()))[1] not in (NOTHING, found)
+    assert int(filtered(plain.repeat(), first.look()).cardinality()) == tf.data.experimental.INFINITE_CARDINALITY
 
 
 def test_two_iterators_that_read_at_once_have_no_digest() -> None:
     first = FirstBatches()
-    watched = first.watch(tf.data.Dataset.from_tensor_slices(X).batch(8))
+    watched = filtered(tf.data.Dataset.from_tensor_slices(X).batch(8), first.look())
     first.begin()
     first.begin()
     next(iter(watched))

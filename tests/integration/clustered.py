@@ -78,6 +78,7 @@ def main(rank: str, out: str, *ports: str) -> None:
         strategy = tfps.Strategy(describe(int(rank), int(port)))
         assert strategy.num_workers == 2, name
         assert name == "kubernetes" or strategy.rank == int(rank), name
+        assert training.is_chief(strategy) == (strategy.rank == 0), name
         model, inputs, targets = compiled(strategy)
         model.fit(inputs, targets, batch_size=64, epochs=1, shuffle=False, verbose=0)
         results.update({f"{name}/{index}": weight for index, weight in enumerate(model.get_weights())})
@@ -88,6 +89,7 @@ def main(rank: str, out: str, *ports: str) -> None:
         os.environ["TF_CONFIG"] = json.dumps({"cluster": tasks(1), "task": {"type": "evaluator", "index": 0}})
         strategy = tfps.Strategy()  # nobody listens at port 1: it must not want to connect
         assert (strategy.num_workers, strategy.pservers) == (1, ())
+        assert strategy.cluster_resolver.task_type == "evaluator"
         model, inputs, targets = compiled(strategy)
         model.set_weights([results[f"simple/{index}"] for index in range(len(model.get_weights()))])
         print("evaluated", model.evaluate(inputs, targets, verbose=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 
 import keras
@@ -10,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 from program import BATCH, SAMPLES, Job, Results, data, history, sharded, weights
 
+from tfps.graph.patches import replaced
+from tfps.input import caches
 from tfps.types import Argument, Logs, Options, Structure, Value
 
 OPTIONS: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
@@ -45,10 +48,7 @@ def steps_per_execution(job: Job) -> Results:
 
 
 def generator(job: Job) -> Results:
-    """A generator without end: every rank makes the batches of the whole job and trains on its rows.
-
-    Keras takes a few batches from it before training under every strategy, ranks not equally many: not as plain Keras.
-    """
+    """A generator without end: every rank makes the batches of the whole job and trains on its rows."""
     x, y = data()
 
     def batches() -> Iterator[Structure]:
@@ -57,8 +57,82 @@ def generator(job: Job) -> Results:
 
     model = job.compiled()
     fit = model.fit(batches(), steps_per_epoch=4, epochs=2, validation_data=batches(), validation_steps=2, verbose=0)
-    ends = {**weights(model), **history(fit)}
-    return {"epochs": fit.epoch} | {f"ranks {name}": value for name, value in ends.items()}
+    return {**weights(model), **history(fit)}
+
+
+class Ahead(keras.callbacks.Callback):
+    """Makes batches of sizes that do not divide; other ranks read ahead further than they train, rank 0 slowly."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.waits, self.allowed, self.read = job.rank == 0 and job.workers > 1, 0, 0
+        self.changed = threading.Condition()
+
+    def allow(self, batches: int) -> None:
+        """Notes that so many more are about to be used."""
+        with self.changed:
+            self.allowed += batches
+            self.changed.notify_all()
+
+    def batches(self, begin: int = 0) -> Iterator[Structure]:
+        x, y = data()
+        for number in itertools.count(begin):
+            with self.changed:
+                if self.waits:
+                    self.changed.wait_for(lambda: self.read < self.allowed, 0.3)
+                self.read = number + 1
+                self.changed.notify_all()
+            start = 37 * number % (SAMPLES - BATCH)
+            yield x[start : start + BATCH - number % 5], y[start : start + BATCH - number % 5]
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        with self.changed:  # the others have read further than they have trained
+            assert self.waits or self.changed.wait_for(lambda: self.read > self.allowed, 60)
+
+
+def generator_again(job: Job) -> Results:
+    """One generator for fit, fit and evaluate: each goes on after the last batch used, however far ranks read ahead.
+
+    Plain Keras loses what it has read ahead: it gets a generator that begins there for each.
+    """
+    model, ahead = job.compiled(), Ahead(job)
+    shared, begin = ahead.batches(), 0
+
+    def source(batches: int) -> Iterator[Structure]:
+        nonlocal begin
+        ahead.allow(max(batches, 2))  # at least as many as Keras looks at
+        begin += batches
+        return shared if job.strategy else Ahead(job).batches(begin - batches)
+
+    callbacks = [ahead] if job.strategy else []
+    fits = [
+        model.fit(source(3 * epochs), steps_per_epoch=3, epochs=epochs, callbacks=callbacks, verbose=0)
+        for epochs in (1, 2)
+    ]
+    evaluated = model.evaluate(source(2), steps=2, verbose=0)
+    fits.append(model.fit(source(4), steps_per_epoch=4, callbacks=callbacks, verbose=0))
+    return {**weights(model), **history(*fits), "evaluated": evaluated}
+
+
+def cached(job: Job) -> Results:
+    """cache(FILE) with one path for all ranks, filled, read again, and filled by one process before."""
+    x, y = data(3 * BATCH + 5)
+    results: Results = {}
+    before = str(job.shared / "before")
+    if not job.strategy:
+        before += " of plain Keras"
+    elif job.rank == 0:  # as one process
+        with replaced(caches._Own, "ending", ""):
+            list(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).cache(before))
+    if job.strategy:
+        job.strategy.reduce("SUM", tf.constant(1.0), axis=None)  # all ranks meet
+    for name in (str(job.shared / "cache") + ("" if job.strategy else " of plain Keras"), before):
+        for _ in range(2):
+            model = job.compiled("sgd")
+            dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).cache(name)
+            fit = model.fit(dataset, epochs=2, validation_data=dataset, verbose=0)
+            results |= {f"{len(results)} {key}": each for key, each in {**weights(model), **history(fit)}.items()}
+    return results
 
 
 class Batches(keras.utils.PyDataset):

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from program import Job, Results, data, history, weights
 
-from tfps.types import Argument, Library, Model, Structure, Value
+from tfps.types import Argument, Library, Model, Structure, Value, Variable
 
 L: Library = keras.layers
 K: Library = keras.ops
@@ -392,3 +392,91 @@ def lookups(job: Job, kind: type[Model] = keras.Model) -> Results:
 
 def nested_lookups(job: Job) -> Results:
     return lookups(job, NestedGradients)
+
+
+class UniqueLookups(L.Layer):
+    """Looks up each id of the batch once, in ways that Keras and TensorFlow have; a table also plainly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.sparse = L.Embedding(16, 4), L.Embedding(16, 4)
+        self.dense = L.Dense(3)
+
+    def build(self, shape: Sequence[int]) -> None:
+        for each in (self.words, self.sparse):
+            each.build()
+        self.dense.build((None, 16))
+
+    @tf.function
+    def nested(self, ids: Value) -> Value:
+        once, where = tf.unique(tf.reshape(ids, [-1]))
+        return tf.gather(tf.gather(self.words.embeddings.value, once), where)
+
+    def call(self, ids: Value) -> Value:
+        table = self.words.embeddings.value
+        once, where = tf.unique(tf.reshape(ids, [-1]))
+        each = tf.gather(tf.gather(table, tf.boolean_mask(once, once >= 0)), where)
+        h = tf.reshape(each + self.nested((ids + 1) % 16), tf.shape(self.words(ids))) + self.words(ids)
+        combined = tf.nn.embedding_lookup_sparse(self.sparse.embeddings.value, tf.sparse.from_dense(ids), None)
+        dense = self.dense(tf.sparse.from_dense(tf.ensure_shape(tf.one_hot(ids[:, 0], 16), [None, 16])))
+        return K.concatenate([tf.reduce_mean(h, 1), combined, dense], 1)
+
+
+def unique_lookups(job: Job) -> Results:
+    """In one process an id that a lookup takes once is one slice for the whole batch: Adam squares that."""
+    x, _ = data(ROWS)
+    words = (x[:, :6] * 100).astype("int32") % 15 + 1
+    results: Results = {}
+    for make in (lambda: keras.optimizers.Adam(0.01, epsilon=1e-3), lambda: keras.optimizers.Adagrad(0.1)):
+        keras.utils.set_random_seed(1)
+
+        def build() -> Model:
+            inputs = L.Input((6,), dtype="int32")
+            return keras.Model(inputs, L.Dense(16)(UniqueLookups()(inputs)))
+
+        model = job.compiled(make, build=build, metrics=[])
+        model.fit(words, words[:, 0], epochs=2, **OPTIONS)
+        results |= {f"{model.optimizer.name} {key}": value for key, value in weights(model).items()}
+    return results
+
+
+class Stateful(L.Layer):
+    """Has states of all kinds: means over rows, and what is none, computed from the rows of all replicas."""
+
+    def build(self, shape: Sequence[int]) -> None:
+        def state(name: str, *shape: int) -> Variable:
+            return self.add_weight(shape=shape, initializer="zeros", trainable=False, name=name)
+
+        self.mean, self.top, self.steps = state("mean", shape[-1]), state("top", shape[-1]), state("steps")
+        self.queue, self.counts = state("queue", 6, shape[-1]), state("counts", 3)
+        self.spread = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="mean")
+        self.created: Variable | None = None
+
+    def call(self, x: Value, training: bool = False) -> Value:
+        if not training:
+            return x
+        if self.created is None:  # in the first step
+            with tf.init_scope():
+                self.created = tf.Variable(0.0, trainable=False, name="created")
+        context = tf.distribute.get_replica_context()
+        rows = context.all_gather(x, axis=0)
+        nearest = tf.one_hot(tf.argmax(x[:, :3], 1), 3)
+        (counts,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.reduce_sum(nearest, 0)])
+        self.mean.assign(0.9 * self.mean.value + 0.1 * tf.reduce_mean(x, 0))
+        self.created.assign_add(tf.cond(tf.reduce_all(x < 9.0), lambda: 1.0, lambda: 1.0) * tf.reduce_mean(x**2))
+        self.top.assign(tf.maximum(self.top.value, tf.reduce_max(tf.abs(rows), 0)))
+        self.queue.assign(tf.concat([rows[:6], self.queue.value], 0)[:6])
+        self.counts.assign(0.9 * self.counts.value + counts)
+        self.steps.assign_add(1.0)
+        self.spread.assign(tf.reduce_max(x))  # another number on each replica: it asks for the mean of those
+        return x
+
+
+def states(job: Job, **options: Argument) -> Results:
+    """States that are means over rows, or computed from all rows, are those of one process."""
+    build = lambda: keras.Sequential([L.Input((64,)), Stateful(), L.BatchNormalization(), L.Dense(10)])  # noqa: E731
+    model = job.compiled(lambda: SGD(0.1), build=build, metrics=[], **options)
+    x, y = data(ROWS)
+    model.fit(x, y, epochs=2, **OPTIONS)
+    names = ("mean", "created", "top", "queue", "counts", "steps")  # not the spread, of which replicas have others
+    return {name: np.asarray(getattr(model.layers[0], name)) for name in names}

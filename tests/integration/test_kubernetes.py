@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -139,12 +140,26 @@ def test_a_job_goes_on_after_a_pserver_came_back_with_another_address(cluster: C
         finish(second, folder)
 
 
+@pytest.mark.parametrize("options", [(), ("--min-workers", "1")], ids=["all are needed", "elastic"])
+def test_a_worker_that_is_deleted_ends_at_once_or_leaves_the_others(cluster: Cluster, options: tuple[str, ...]) -> None:
+    pservers, workers = made_of({}, *options)
+    with cluster:
+        _, serving, first = begun(cluster, pservers, workers)
+        assert all(probed(each) == [200] * 3 for each in serving)
+        first[1].terminate()
+        pods.wait(lambda: first[1].process.poll() is not None, "the end of the deleted worker")
+        assert first[1].process.returncode == 128 + signal.SIGTERM
+        assert ("SIGTERM: this worker ends its step and leaves the job" in first[1].log()) == bool(options)
+        if options:
+            pods.wait(lambda: "goes on with 1 of 2 workers" in first[0].log(), "what the other worker says", first[:1])
+
+
 def test_a_killed_worker_joins_the_others_where_they_can_do_without_it(cluster: Cluster) -> None:
     pservers, workers = made_of({}, "--min-workers", "1")
     with cluster:
         _, _, first = begun(cluster, pservers, workers)
         first[1].kill()
-        pods.wait(lambda: "goes on with 1 of 2 workers" in first[0].log(), "what the other worker says", first)
+        pods.wait(lambda: "goes on with 1 of 2 workers" in first[0].log(), "what the other worker says", first[:1])
         again = cluster.start(workers[1])
         joined = "rank 1 takes part from now on, with 2 workers"
         both = [first[0], again]

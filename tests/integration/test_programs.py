@@ -63,7 +63,7 @@ PROGRAMS = {
         ],
     ),
     "programs_input": (
-        ["stopping"],
+        ["stopping", "generator_again", "cached"],
         [
             "py_dataset_in_epochs",
             "scalar_beside_rows",

@@ -28,9 +28,10 @@ def said(*command: str, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_job_shows_nothing_but_where_its_pservers_are() -> None:
-    lines = said("-m", "tfps.launch", "--workers", "2", SCRIPT)
-    assert [line for line in lines if not line.startswith("[pserver 0] tfps_pserver ready at ")] == []
+def test_a_job_shows_where_its_pservers_are_its_start_and_its_end_and_nothing_else() -> None:
+    first, *lines = said("-m", "tfps.launch", "--workers", "2", SCRIPT)
+    assert first.startswith("[pserver 0] tfps_pserver ready at ")
+    assert lines == ["tfps_launch: starts 2 workers", "tfps_launch: all workers ended well"]
 
 
 @pytest.mark.long

@@ -19,14 +19,14 @@ PROGRAMS = [
 WHOLE = [  # of programs_whole.py
     *("convolutional", "attentive", "recurrent_eagerly", "synchronized", "synchronized_eagerly", "scalar_losses"),
     *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
-    *("annealed_eagerly", "dice", "each_row", "lookups", "nested_lookups"),
+    *("annealed_eagerly", "dice", "each_row", "lookups", "nested_lookups", "unique_lookups", "states"),
 ]
 # Of programs_no_rows.py.
 NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
     (2, 2): [
-        *("one_row_in_all", "worker_without_rows", "lookups", "step", "sparse"),
+        *("one_row_in_all", "worker_without_rows", "lookups", "unique_lookups", "states", "step", "sparse"),
     ],
 }
 ONE_DEVICE = {

@@ -1,7 +1,8 @@
 """Worker: trains the models named on the command line one after the other and saves all weights to a file.
 
 train.py OUT NAME ...      NAME is one of PROGRAMS; without TFPS_PSERVERS it trains without a strategy; with DEVICES in
-                           the environment on so many logical CPU devices, whose replicas must end bitwise equal
+                           the environment on so many logical CPU devices, whose replicas must end bitwise equal;
+                           with OP_DETERMINISM TensorFlow's ops are deterministic
 """
 
 from __future__ import annotations
@@ -52,12 +53,17 @@ PROGRAMS = {
 def main(out: str, *names: str) -> None:
     results = {}
     distributed = "TFPS_PSERVERS" in os.environ
+    if "OP_DETERMINISM" in os.environ:
+        keras.utils.set_random_seed(1)
+        tf.config.experimental.enable_op_determinism()
     devices = [f"CPU:{each}" for each in range(int(os.environ.get("DEVICES", "1")))]
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(devices))
     for name in names:
         build, optimizer = PROGRAMS[name]
         strategy = tfps.Strategy(devices=devices) if distributed else None
+        if strategy:
+            assert training.is_chief(strategy) == (strategy.rank == 0)
         # Ranks start from different values: rank 0's must win, or the weights cannot be equal.
         keras.utils.set_random_seed(1 + (strategy.rank if strategy else 0))
         with strategy.scope() if strategy else contextlib.nullcontext():

@@ -17,7 +17,7 @@ import pytest
 from launching import ROOT, WriteScript, environment, launch
 
 from tfps.errors import ConfigError
-from tfps.launch.cli import Plan, check_script, engine_of, exit_code, parse
+from tfps.launch.cli import Plan, check_script, engine_of, exit_code, misplaced, parse
 from tfps.launch.job import Host
 
 pytestmark = launching.NEEDS_POSIX
@@ -187,6 +187,7 @@ def test_a_worker_that_is_lost_starts_again_while_the_others_go_on(write_script:
     assert "worker 1 was killed by SIGKILL" in result.stderr
     assert "it starts again (restarts left: 0)" in result.stderr
     assert result.stdout.count("min 2") == 3
+    assert result.stderr.endswith("tfps_launch: all workers ended well\n")
 
 
 def test_the_others_go_on_without_a_worker_that_does_not_start_again(write_script: WriteScript, tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def test_the_others_go_on_without_a_worker_that_does_not_start_again(write_scrip
         "worker 1 was killed by SIGKILL (the system does that when memory runs out); 2 workers go on" in result.stderr
     )
     assert result.stdout.count("min 2") == 2
+    assert result.stderr.endswith("tfps_launch: 2 of 3 workers ended well\n")
 
 
 _LOSES_PSERVERS = """
@@ -247,10 +249,12 @@ def test_too_few_workers_end_all(write_script: WriteScript, tmp_path: Path) -> N
 
 def test_the_log_has_every_line(write_script: WriteScript, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    result = launch("--log", log, write_script("print('out'); print('err', file=sys.stderr)"))
-    assert result.returncode == 0
-    lines = log.read_text().splitlines()
-    assert sorted(lines) == sorted([*result.stdout.splitlines(), *result.stderr.splitlines()])
+    for code, end in ((0, "all workers ended well"), (3, "worker 0 ended with exit code 3; all others were ended")):
+        result = launch("--log", log, write_script(f"print('out'); print('err', file=sys.stderr); sys.exit({code})"))
+        assert result.returncode == code
+        lines = log.read_text().splitlines()
+        assert sorted(lines) == sorted([*result.stdout.splitlines(), *result.stderr.splitlines()])
+        assert f"tfps_launch: {end}" in lines
 
 
 def test_the_launcher_does_not_import_tensorflow() -> None:
@@ -301,19 +305,26 @@ def test_exit_codes_are_those_of_a_shell() -> None:
     assert [exit_code(code) for code in (0, 3, -9)] == [0, 3, 137]
 
 
-def test_notes_of_tensorflow_about_itself_are_shown_to_those_who_set_its_level_only(write_script: WriteScript) -> None:
+def test_notes_of_tensorflow_about_itself_are_shown_to_those_who_ask_for_more_only(write_script: WriteScript) -> None:
     notes = (
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
         "I0000 00:00:1.2  345 port.cc:153] oneDNN custom operations are on. You may see slightly different",
         "I0000 00:00:1.2  345 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.",
+        "E0000 00:00:1.2  345 cuda_dnn.cc:8579] Unable to register cuDNN factory: Attempting to register factory for",
+        "W0000 00:00:1.2  345 computation_placer.cc:177] computation placer already registered. Please check linkage",
+        "E0000 00:00:1.2  345 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: UNKNOWN ERROR (303)",
+        "2026-01-01 00:00:00.1: E external/cuda_driver.cc:265] failed call to cuInit: CUDA_ERROR_NO_DEVICE: no device",
     )
+    error = "E0000 00:00:1.2  345 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: UNKNOWN ERROR (803)"
     script = write_script(
-        f"print(*{notes!r}, sep='\\n', file=sys.stderr); print('level', os.environ['TF_CPP_MIN_LOG_LEVEL'])"
+        f"print(*{(*notes, error)!r}, sep='\\n', file=sys.stderr); print('level', os.environ['TF_CPP_MIN_LOG_LEVEL'])"
     )
     without = {name: value for name, value in environment().items() if not name.startswith("TF_")}
     for options, variables, level in (
         ([], {}, "2"),
         ([], {"TF_CPP_MIN_LOG_LEVEL": "0"}, "0"),
         (["--env", "TF_CPP_MIN_LOG_LEVEL=1"], {}, "1"),
+        (["--env", "TF_CPP_MIN_LOG_LEVEL"], {"TF_CPP_MIN_LOG_LEVEL": "3"}, "3"),
     ):
         result = subprocess.run(
             [sys.executable, "-m", "tfps.launch", *options, script],
@@ -323,4 +334,17 @@ def test_notes_of_tensorflow_about_itself_are_shown_to_those_who_set_its_level_o
             check=True,
         )
         assert f"[worker 0] level {level}\n" in result.stdout
-        assert [note in result.stderr for note in notes] == [level != "2"] * 2
+        assert [note in result.stderr for note in notes] == [level in "01"] * len(notes)
+        assert error in result.stderr
+
+
+@pytest.mark.parametrize("python", ["python", "python3", "/nowhere/python3.11"])
+def test_python_before_the_script_is_refused_with_what_to_write(python: str) -> None:
+    with pytest.raises(ConfigError, match=f"leave out '{python}': .* as in train.py --epochs 3"):
+        check_script(parse([python, "train.py", "--epochs", "3"]))
+
+
+def test_options_of_the_launcher_after_the_script_are_told() -> None:
+    assert "--workers after the script is the script's" in misplaced(parse(["train.py", "--workers", "2"]))
+    assert "--pservers=2 after" in misplaced(parse(["train.py", "--pservers=2"]))
+    assert misplaced(parse(["--workers", "2", "train.py", "--epochs", "3"])) == ""

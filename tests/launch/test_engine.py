@@ -68,6 +68,13 @@ def test_settings_travel_and_the_rest_of_the_environment_stays() -> None:
     }
 
 
+def test_a_set_of_words_has_one_order_in_all_processes_unless_the_user_says_otherwise() -> None:
+    for engine in (Engine(PLACE, {}), Engine(PLACE, {"PYTHONHASHSEED": "7"}), Engine(PLACE, {}, chosen={"A": "b"})):
+        found = engine.on("localhost", TASK).environment["PYTHONHASHSEED"]
+        assert found == engine.environment.get("PYTHONHASHSEED", "0")
+    assert sent({})["variables"]["PYTHONHASHSEED"] == "0"
+
+
 def test_a_relative_path_of_modules_is_one_in_the_directory_of_the_job() -> None:
     command = Shell(PLACE, {"PYTHONPATH": "lib:/abs:"}, "/job", "t", 5.0).on("b", TASK)
     assert command.argv[-1] == f"env PYTHONPATH=/job/lib:/abs:/job {sys.executable} -m tfps.launch.remote"
@@ -108,6 +115,7 @@ def test_on_this_machine_a_process_keeps_the_environment_but_for_other_jobs_and_
         "TFPS_RANK": "1",
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONHASHSEED": "0",
     }
     assert (command.stdin, command.title) == (None, "worker 1")
     assert Path(command.argv[0]).name == "python"

@@ -110,7 +110,7 @@ def test_every_field_is_known_to_the_published_models(form: str, options: tuple[
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the package kubeflow-trainer-api")
     for manifest in documents("--as", form, *options):
         kind = manifest["kind"]
-        if kind != "PodDisruptionBudget":
+        if kind not in ("PodDisruptionBudget", "NetworkPolicy"):
             model = models.JobsetV1alpha2JobSet if kind == "JobSet" else getattr(models, f"TrainerV1alpha1{kind}")
             assert_contains(model.from_dict(manifest).to_dict(), manifest)  # what it does not know is dropped
 
@@ -294,6 +294,41 @@ def test_no_pod_may_be_evicted_while_the_job_runs(form: str) -> None:
         assert budget["minAvailable"] == len([each for each in made if each.role == role])
 
 
+def test_pservers_that_have_no_job_may_be_evicted() -> None:
+    """A pod that is not ready may be, and a pserver without a job is not: tests/pserver/test_metrics.py."""
+    found = documents(*DEFAULT)
+    (budget,) = (each["spec"] for each in found if each["kind"] == "PodDisruptionBudget" and "pserver" in str(each))
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert [each.container["readinessProbe"]["httpGet"]["path"] for each in pods("pserver", *DEFAULT)] == ["/busy"] * 2
+    assert by_kind(found, "Service")["spec"]["publishNotReadyAddresses"]  # and workers find it all the same
+
+
+@pytest.mark.parametrize("options", [DEFAULT, EVERYTHING, ("--no-metrics", *DEFAULT)], ids=["default", "all", "bare"])
+@pytest.mark.parametrize("form", ["job", "jobset", "tfjob"])
+def test_only_pods_of_the_job_reach_its_pservers_and_everybody_their_metrics(
+    form: str, options: tuple[str, ...]
+) -> None:
+    found = documents("--as", form, *options)
+    policy, made = by_kind(found, "NetworkPolicy")["spec"], kubelet.pods(found, SECRETS)
+    assert policy["policyTypes"] == ["Ingress"]
+    own, *others = policy["ingress"]
+    (source,) = own["from"]
+    assert all(source["podSelector"]["matchLabels"].items() <= each.labels.items() for each in made)
+    name = "my-job" if options == EVERYTHING else "train"
+    assert source["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == name
+    chosen = policy["podSelector"]["matchLabels"].items()
+    assert [chosen <= each.labels.items() for each in made] == [each.role == "pserver" for each in made]
+    ports = {each["name"]: each["containerPort"] for each in made[0].container["ports"]}
+    metrics = [ports.pop("metrics")] if "metrics" in ports else []
+    assert [each["port"] for each in own["ports"]] == list(ports.values())
+    assert [each["port"] for rule in others for each in rule["ports"]] == metrics
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_python_is_not_process_1_which_signals_do_not_end(form: str) -> None:
+    assert all(each.spec["shareProcessNamespace"] for each in kubelet.pods(documents("--as", form, *DEFAULT), SECRETS))
+
+
 def test_pods_meet_the_restricted_security_standard() -> None:
     for each in kubelet.pods(documents(*DEFAULT), SECRETS):
         assert each.spec["securityContext"]["runAsNonRoot"]
@@ -326,8 +361,8 @@ def test_all_that_is_requested_but_cpu_and_disk_is_a_limit() -> None:
 def test_probes_ask_the_metrics_port_or_only_connect() -> None:
     (pserver, *_) = pods("pserver", *DEFAULT)
     (bare, *_) = pods("pserver", "--no-metrics", *DEFAULT)
-    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert pserver.container[name]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    for name, path in (("startupProbe", "/healthz"), ("readinessProbe", "/busy"), ("livenessProbe", "/healthz")):
+        assert pserver.container[name]["httpGet"] == {"path": path, "port": "metrics"}
         assert bare.container[name]["tcpSocket"] == {"port": "grpc"}
     assert "--metrics-port" not in bare.argv
 

@@ -109,9 +109,11 @@ def test_the_launcher_says_where_to_look_before_the_workers_run_and_an_argument_
     assert result.returncode == 0, result.stderr
     said = [line for line in result.stderr.splitlines() if not line.startswith("[pserver")]
     assert said == [
+        "tfps_launch: starts 1 worker",
         "tfps_launch: tensorboard --logdir logs",
         f"tfps_launch: metrics at http://127.0.0.1:{port}/metrics http://127.0.0.1:{port + 1}/metrics",
         "[worker 0] told logs:10-20",
+        "tfps_launch: all workers ended well",
     ]
-    for url in said[1].split()[-2:]:
+    for url in said[2].split()[-2:]:
         assert f"metrics at {url}\n" in result.stderr  # the pservers themselves say so, too

@@ -64,6 +64,16 @@ def run(job: Job, build: Callable[[], Model], x: Structure, y: Structure) -> Res
     return {**weights(model), **history(*fits), **outputs, "evaluated": evaluated}
 
 
+def briefly(job: Job, build: Callable[[], Model], x: Structure, y: Structure) -> Results:
+    """Three steps, of 5, 5 and 1 rows, and what the model predicts then: for models that take long to be built."""
+    with job.scope():
+        model = build()
+    fit = model.fit(part(x), part(y), **OPTIONS)
+    predicted = model.predict(part(x), batch_size=BATCH, verbose=0)
+    outputs = {f"predicted/{n}": value for n, value in enumerate(keras.tree.flatten(predicted))}
+    return {**weights(model), **history(fit), **outputs}
+
+
 def normalized(results: Results) -> Results:
     """Of a model with batch normalization, whose moving statistics, still far off, decide what evaluation finds."""
     return {
@@ -123,6 +133,37 @@ def efficientnet(job: Job) -> Results:
         )
 
     return normalized(run(job, build, 255 * pictures(), labels()))
+
+
+OF_THREE: Options = {"weights": None, "input_shape": (32, 32, 3), "classes": 3, "classifier_activation": None}
+
+
+def densenet(job: Job) -> Results:
+    from keras.src.applications.densenet import DenseNet
+
+    return roughly(briefly(job, lambda: compiled(DenseNet([1, 1, 1, 1], **OF_THREE)), 255 * pictures(), labels()))
+
+
+def nasnet(job: Job) -> Results:
+    from keras.src.applications.nasnet import NASNet
+
+    def build() -> Model:
+        sizes: Options = {"penultimate_filters": 96, "num_blocks": 1, "stem_block_filters": 4, "skip_reduction": False}
+        return compiled(NASNet(**sizes, **OF_THREE))
+
+    return roughly(briefly(job, build, 255 * pictures(), labels()))
+
+
+def efficientnet_v2(job: Job) -> Results:
+    from keras.src.applications.efficientnet_v2 import EfficientNetV2
+
+    def build() -> Model:
+        sizes: Options = {"width_coefficient": 0.1, "depth_coefficient": 0.1, "default_size": 32}
+        return compiled(
+            EfficientNetV2(**sizes, dropout_rate=0.0, drop_connect_rate=0.0, name="efficientnetv2-b0", **OF_THREE)
+        )
+
+    return roughly(briefly(job, build, 255 * pictures(), labels()))
 
 
 # Those of keras_hub.
@@ -210,7 +251,152 @@ def resnet(job: Job) -> Results:
     return normalized(run(job, build, pictures(), labels()))
 
 
+def llama(job: Job) -> Results:
+    """Positions that rotate, heads that share keys, activations with gates."""
+    import keras_hub
+
+    def build() -> Model:
+        sizes: Options = {"num_query_heads": 2, "num_key_value_heads": 1, "hidden_dim": 8, "intermediate_dim": 12}
+        backbone = keras_hub.models.LlamaBackbone(WORDS, 1, **sizes)
+        return compiled(keras_hub.models.LlamaCausalLM(backbone, preprocessor=None))
+
+    x = {"token_ids": words(), "padding_mask": np.ones((ROWS, LENGTH), "int32")}
+    return run(job, build, x, np.roll(words(), -1, 1))
+
+
+def mit(job: Job) -> Results:
+    """The transformer of SegFormer: attention over patches that overlap, in levels."""
+    import keras_hub
+
+    def build() -> Model:
+        backbone = keras_hub.models.MiTBackbone(
+            layerwise_depths=[1, 1],
+            num_layers=2,
+            layerwise_num_heads=[1, 2],
+            layerwise_sr_ratios=[2, 1],
+            max_drop_path_rate=0.0,
+            layerwise_patch_sizes=[7, 3],
+            layerwise_strides=[4, 2],
+            image_shape=(32, 32, 3),
+            hidden_dims=[4, 8],
+        )
+        for layer in backbone._flatten_layers():
+            if isinstance(layer, L.Dropout):  # no argument of the backbone's
+                layer.rate = 0.0
+        return compiled(keras_hub.models.MiTImageClassifier(backbone, num_classes=3, preprocessor=None))
+
+    return briefly(job, build, pictures(), labels())
+
+
+def pyramid(job: Job) -> Results:
+    """RetinaNet's levels of features, with a head that classifies pictures."""
+    import keras_hub
+
+    def build() -> Model:
+        encoder = keras_hub.models.ResNetBackbone(
+            [64], [3], [64, 64, 64], [1, 1, 1], [1, 2, 2], "basic_block", image_shape=(32, 32, 3)
+        )
+        backbone = keras_hub.models.RetinaNetBackbone(encoder, 3, 4, use_p5=False, image_shape=(32, 32, 3))
+        levels = [L.GlobalAveragePooling2D()(level) for _, level in sorted(backbone.output.items())]
+        return compiled(keras.Model(backbone.inputs, L.Dense(3)(L.Concatenate()(levels))))
+
+    return roughly(briefly(job, build, pictures(), labels()))
+
+
+def segment_anything(job: Job) -> Results:
+    """Pictures with points and boxes, no masks (which have no items); masks and how good they are come out."""
+    import keras_hub
+
+    def build() -> Model:
+        side, models = 32, keras_hub.models
+        encoder = models.ViTDetBackbone(
+            hidden_size=8,
+            num_layers=2,
+            intermediate_dim=12,
+            num_heads=2,
+            global_attention_layer_indices=[1],
+            patch_size=8,
+            num_output_channels=8,
+            window_size=2,
+            image_shape=(side, side, 3),
+        )
+        prompts = keras_hub.layers.SAMPromptEncoder(
+            hidden_size=8, image_embedding_size=(4, 4), input_image_size=(side, side), mask_in_channels=4
+        )
+        decoder = keras_hub.layers.SAMMaskDecoder(
+            num_layers=1,
+            hidden_size=8,
+            intermediate_dim=12,
+            num_heads=2,
+            embedding_dim=8,
+            num_multimask_outputs=3,
+            iou_head_depth=2,
+            iou_head_hidden_dim=8,
+        )
+        segmenter = models.SAMImageSegmenter(models.SAMBackbone(encoder, prompts, decoder, dtype="float32"))
+        outputs = [L.Flatten()(segmenter.output[name]) for name in ("masks", "iou_pred")]
+        return compiled(
+            keras.Model(segmenter.input, outputs), [keras.losses.MeanSquaredError() for _ in range(2)], 0.002
+        )
+
+    x = {
+        "images": pictures(),
+        "points": drawn(1).uniform(0, 32, (ROWS, 1, 2)).astype("float32"),
+        "labels": labels(2)[:, None].astype("float32"),
+        "boxes": drawn(2).uniform(0, 32, (ROWS, 1, 2, 2)).astype("float32"),
+        "masks": np.zeros((ROWS, 0, 32, 32, 1), "float32"),
+    }
+    y = [drawn(3).uniform(size=(ROWS, 4 * 16 * 16)), drawn(4).uniform(size=(ROWS, 4))]
+    found = briefly(job, build, x, [values.astype("float32") for values in y])
+    # Masks turn rounding of weights into 3e-5.
+    return {f"ranks {name}" if name.startswith("predicted") else name: value for name, value in found.items()}
+
+
 # Those of keras_rs.
+
+
+def two_towers(job: Job) -> Results:
+    """Users and candidates given for each, ranked: a loss over the pairs of a row, by how often each is drawn."""
+    import keras_rs
+
+    def build() -> Model:
+        user, films = keras.Input((), dtype="int32", name="user"), keras.Input((LENGTH,), dtype="int32", name="films")
+        often = keras.Input((LENGTH,), name="often")
+        query = L.Dense(8)(L.Embedding(WORDS, 8)(user))
+        candidates = L.Dense(8)(L.Embedding(WORDS, 8)(films))
+        scores = L.Dot((1, 2))([query, candidates])
+        corrected = keras_rs.layers.SamplingProbabilityCorrection()(scores, often)
+        model = keras.Model({"user": user, "films": films, "often": often}, corrected)
+        model.compile(
+            keras.optimizers.Adagrad(0.1),
+            keras_rs.losses.PairwiseLogisticLoss(),
+            metrics=[keras_rs.metrics.MeanReciprocalRank(), keras_rs.metrics.NDCG(k=3)],
+            jit_compile=False,
+        )
+        return model
+
+    x = {"user": words(1, 1)[:, 0], "films": words(2), "often": drawn(3).uniform(0.1, 0.9, (ROWS, LENGTH))}
+    x["often"] = x["often"].astype("float32")
+    return run(job, build, x, drawn(4).integers(0, 3, (ROWS, LENGTH)).astype("float32"))
+
+
+def sasrec(job: Job) -> Results:
+    """The next film after each of a sequence, among all films; the best for each user by `BruteForceRetrieval`."""
+    import keras_rs
+
+    def build() -> Model:
+        items = keras.Input((LENGTH,), dtype="int32", name="items")
+        table = keras.layers.ReversibleEmbedding(WORDS, 8)
+        places = keras.ops.cumsum(keras.ops.ones_like(items), 1) - 1  # of the inputs: what a model captures stays
+        h = table(items) + L.Embedding(LENGTH, 8)(places)
+        h = h + L.MultiHeadAttention(1, 8, use_bias=False)(L.LayerNormalization()(h), h, use_causal_mask=True)
+        h = h + L.Dense(8)(L.Dense(8, activation="relu")(L.LayerNormalization()(h)))
+        return compiled(keras.Model(items, table(h, reverse=True)), learning_rate=0.05)
+
+    found = run(job, build, words(1), words(2))
+    index = keras_rs.layers.BruteForceRetrieval(np.asarray(found["predicted/0"])[:, -1], k=3)
+    scores, _ = index(drawn(6).normal(size=(4, WORDS)).astype("float32"))
+    return {**found, "scores": scores.numpy()}
 
 
 def dlrm(job: Job) -> Results:

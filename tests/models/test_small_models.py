@@ -16,9 +16,12 @@ import test_taught
 from test_programs import Results
 
 MODELS = {
-    "keras": ["convnext", "mobilenet", "efficientnet"],
-    "keras_hub": ["bert", "gpt2", "t5", "whisper", "vit", "resnet"],
-    "keras_rs": ["dlrm", "distributed_embedding", "retrieval"],
+    "keras": ["convnext", "mobilenet", "efficientnet", "densenet", "nasnet", "efficientnet_v2"],
+    "keras_hub": [
+        *("bert", "gpt2", "t5", "whisper", "vit", "resnet"),
+        *("llama", "mit", "pyramid", "segment_anything"),
+    ],
+    "keras_rs": ["dlrm", "distributed_embedding", "retrieval", "two_towers", "sasrec"],
 }
 pytestmark = pytest.mark.timeout(1200)
 Jobs = Callable[[str, int], Results]

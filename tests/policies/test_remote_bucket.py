@@ -144,6 +144,13 @@ def test_sparse_gradients_whose_rows_a_rule_squares_are_refused(here: tfps.Strat
         training.train(here, BITWISE["Adam"], training.embedding_sparse)
 
 
+def test_sparse_gradients_of_a_lookup_that_takes_each_id_once_are_not_refused(here: tfps.Strategy) -> None:
+    ends, expected = (training.train(each, BITWISE["Adam"], training.embedding_unique) for each in (here, None))
+    for mine, plain in zip(ends[:3], expected[:3], strict=True):
+        one, other = (np.frombuffer(each, np.float32) for each in (mine, plain))
+        assert np.abs(one - other).max() <= 2e-6 * np.abs(other).max()
+
+
 @pytest.mark.parametrize("name", [pytest.param("Adam", marks=pytest.mark.long), "several", "average that overwrites"])
 def test_eager_steps_and_several_per_execution_end_bitwise_equal(served: tfps.Strategy, name: str) -> None:
     for options in ({"run_eagerly": True, "epochs": 1}, {"steps_per_execution": 3}):

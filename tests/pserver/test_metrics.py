@@ -180,6 +180,19 @@ def test_health_is_ok_until_the_pserver_stops_and_other_paths_are_not_found() ->
         metrics.stop()
 
 
+def test_a_pserver_is_busy_until_it_has_had_no_job_for_a_while(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    patient, other = (MetricsServer(server, "127.0.0.1", 0, idle_s=idle_s) for idle_s in (600.0, 0.0))
+    for each in (patient, other):
+        cluster.callback(each.stop)
+    assert [get(each, "/busy") for each in (patient, other)] == [(200, "ok\n"), (503, "idle\n")]
+    worker = cluster.raw(server.address).open()
+    assert get(other, "/busy") == (200, "ok\n")
+    worker.leave()
+    jobs.poll(lambda: get(other, "/busy") == (503, "idle\n"))
+    assert get(patient, "/busy") == (200, "ok\n")
+
+
 def test_a_port_in_use_is_refused_by_name(cluster: Cluster) -> None:
     server = cluster.pserver(1)
     with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{server.port} for metrics: Address already"):

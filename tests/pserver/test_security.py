@@ -130,7 +130,10 @@ def _status(address: str, *more: str) -> str:
 # The command
 
 
-def test_it_listens_on_this_host_only_unless_told_whom_it_serves(files: dict[str, str]) -> None:
+def test_it_listens_on_this_host_only_unless_told_whom_it_serves(files: dict[str, str], tmp_path: Path) -> None:
+    readable = tmp_path / "readable"
+    readable.write_text(SECRET)
+    readable.chmod(0o644)
     for options, host, says in (
         ((), "127.0.0.1:", "tfps_pserver: listens on this host only: other hosts need --token-file FILE"),
         (
@@ -139,6 +142,7 @@ def test_it_listens_on_this_host_only_unless_told_whom_it_serves(files: dict[str
             "tfps_pserver: --insecure: everybody who reaches 0.0.0.0 may join, read and end its jobs",
         ),
         (("--token-file", files[SECRET]), "", ""),
+        (("--token-file", str(readable)), "", f"tfps_pserver: token_file '{readable}' may be read by other users"),
     ):
         with jobs.python("-m", "tfps.pserver.cli", "--port=0", "--workers=1", *options) as process:
             assert process.stdout is not None

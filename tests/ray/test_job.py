@@ -26,6 +26,7 @@ from tfps.ray.job import (
     check_pservers,
     check_resources,
     default_sigterm,
+    hashes_alike,
     program,
     spread,
     take_place,
@@ -59,6 +60,12 @@ def test_resources_become_the_arguments_that_ray_has_for_them() -> None:
 
 def test_what_is_not_asked_for_is_not_reserved() -> None:
     assert as_options({}, None) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+
+
+def test_workers_have_one_order_of_sets_unless_the_user_says_otherwise() -> None:
+    assert hashes_alike(None) == {"env_vars": {"PYTHONHASHSEED": "0"}}
+    given = {"pip": ["numpy"], "env_vars": {"A": "b", "PYTHONHASHSEED": "7"}}
+    assert hashes_alike(given) == given
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2", None])

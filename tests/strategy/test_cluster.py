@@ -10,6 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import pytest
 import tensorflow as tf
+import training
 
 import tfps
 from tfps.strategy.strategy import Cluster, find, resolve
@@ -274,7 +275,7 @@ def test_workers_without_a_ps_task_are_told_to_start_one() -> None:
 @pytest.mark.parametrize(
     ("pservers", "message"),
     [
-        ("host:1", "pservers must be a list of 'host:port', got the string 'host:1'"),
+        ("host:1", "pservers must be a list of 'host:port', got 'host:1'; write ..host:1.."),
         ([], "at least one 'host:port', got an empty list"),
         (["a:1", "a:1"], "pservers must be different addresses"),
         (["a"], "'host:port'"),
@@ -283,3 +284,25 @@ def test_workers_without_a_ps_task_are_told_to_start_one() -> None:
 def test_bad_addresses_are_refused(pservers: Argument, message: str) -> None:
     with pytest.raises(tfps.ConfigError, match=message):
         resolve(pservers, {})
+
+
+def test_every_strategy_says_which_task_it_is(strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = strategy.cluster_resolver
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 0, "")
+    assert resolver.cluster_spec().as_dict() == {"worker": ["worker-0:0"]}
+    assert training.is_chief(strategy)
+    monkeypatch.setenv("TF_CONFIG", tf_config({"type": "worker", "index": 1})["TF_CONFIG"])  # of another job
+    assert (strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id) == ("worker", 0)
+
+
+def test_a_strategy_returns_the_resolver_that_it_got_if_that_knows_its_task() -> None:
+    for tasks, returns in (({"worker": ["w:1"]}, True), ({}, False)):
+        given = simple(tasks, "worker", 0)
+        strategy = tfps.Strategy(given)
+        assert (strategy.cluster_resolver is given) == returns
+        assert training.is_chief(strategy)
+        strategy.close()
+    strategy = tfps.Strategy(simple({"worker": ["w:1"]}, "evaluator", 0))
+    assert strategy.cluster_resolver.task_type == "evaluator"
+    assert not training.is_chief(strategy)
+    strategy.close()

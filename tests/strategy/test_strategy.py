@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -114,16 +115,44 @@ def test_a_model_built_outside_the_scope_is_refused_by_variable(strategy: tfps.S
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pservers": "host:1"}, "got the string"),
+        ({"pservers": "host:1"}, "got 'host:1'; write"),
         ({"pservers": ["host"]}, "'host:port'"),
         ({"devices": "GPU:0"}, "devices must be a list"),
         ({"devices": []}, "devices must be a list"),
         ({"config": {"slice_bytes": 1}}, "config must be a tfps.Config"),
+        ({"pservers": 2}, "pservers must be a list of 'host:port', got 2; .* tfps_launch --workers 2"),
+        ({"pservers": tfps.Config()}, r"pservers must be .*; write tfps\.Strategy\(config=\.\.\.\)"),
+        ({"devices": 2}, "devices must be a list such as .*, got 2"),
+        ({"device": ["CPU:0"]}, "tfps.Strategy has no argument 'device'; did you mean 'devices'?"),
+        ({"compresion": "int8"}, r"did you mean tfps\.Strategy\(config=tfps\.Config\(compression='int8'\)\)\?"),
+        ({"workers": 2}, "tfps.Strategy has no argument 'workers'; it has pservers, devices, config"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments: dict[str, Argument], message: str) -> None:
     with pytest.raises(tfps.ConfigError, match=message):
         tfps.Strategy(**arguments)
+
+
+def test_a_setting_is_refused_with_where_it_belongs_whichever_it_is() -> None:
+    for name in (field.name for field in dataclasses.fields(tfps.Config)):
+        given: Options = {name: 7}
+        with pytest.raises(tfps.ConfigError) as caught:
+            tfps.Strategy(**given)
+        assert str(caught.value) == (
+            f"{name} is a field of tfps.Config: write tfps.Strategy(config=tfps.Config({name}=7))"
+        )
+
+
+def test_a_variable_that_a_config_overrides_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TFPS_MIN_WORKERS", "1")
+    with caplog.at_level(logging.WARNING, "tfps"):
+        for config in (None, tfps.Config(check_every=7), tfps.Config(check_every=7)):
+            tfps.Strategy(config=config).close()
+    assert (
+        caplog.text.count("variable TFPS_MIN_WORKERS=1 has no effect: the program's config has min_workers=None") == 1
+    )
 
 
 def test_no_pserver_at_an_address_is_an_error_within_the_deadline() -> None:

@@ -47,6 +47,16 @@ def test_real_messages_are_among_those_found(tmp_path: Path) -> None:
         assert any(matches(message, error) for message in messages() if message.kind == "ConfigError"), error
 
 
+def test_what_programs_meet_stands_by_the_settings_and_by_the_saves_that_it_is_about() -> None:
+    settings, saves = (
+        TEXT.partition(f"\n### {head}\n")[2].partition("\n### ")[0]
+        for head in ("Fields of Config", "Saved rows of tables")
+    )
+    for text in ("mode must be one of", "min_workers must be", "update must be one of", "quorum must be"):
+        assert f"| `{text}" in settings
+    assert "is damaged" in saves
+
+
 def matches(message: Message, error: str) -> bool:
     return re.fullmatch(".+".join(map(re.escape, message.text.split(HOLE))), error) is not None
 
@@ -85,6 +95,9 @@ def test_messages_are_read_however_they_are_made(source: str, texts: list[str], 
 PLACES = """
 ## ConfigError
 
+<!-- messages: ConfigError: tfps/tables/ -->
+<!-- end -->
+
 <!-- messages: ConfigError: no such | not there -->
 <!-- end -->
 
@@ -93,16 +106,22 @@ PLACES = """
 """
 
 
-def message(text: str) -> Message:
-    return Message("ConfigError", text, "tfps/module.py", 1)
+def message(text: str, module: str = "tfps/module.py") -> Message:
+    return Message("ConfigError", text, module, 1)
 
 
-def test_a_message_goes_to_the_first_place_that_names_a_part_of_it_else_to_the_last_of_its_class() -> None:
-    filled = page.fill(PLACES, [message("it is not there"), message("something | new")], ["ConfigError"])
-    first, _, rest = filled.partition("<!-- end -->")
-    assert "| `it is not there` |" in first
-    assert "| `something \\| new` |" in rest
-    assert page.fill(filled, [message("it is not there"), message("something | new")], ["ConfigError"]) == filled
+OF_TABLES = message("of a table", "tfps/tables/files.py")
+
+
+def test_a_message_goes_to_the_place_that_names_a_part_of_it_or_its_module_else_to_the_rest_of_its_class() -> None:
+    here = message("a table is not there", "tfps/tables/files.py")
+    known = [message("it is not there"), message("something | new"), OF_TABLES, here]
+    filled = page.fill(PLACES, known, ["ConfigError"])
+    of_module, of_part, rest, _ = filled.split("<!-- end -->")
+    assert re.findall(r"^\| `(.*)` \|$", of_module, re.MULTILINE) == ["of a table"]
+    assert re.findall(r"^\| `(.*)` \|$", of_part, re.MULTILINE) == ["a table is not there", "it is not there"]
+    assert re.findall(r"^\| `(.*)` \|$", rest, re.MULTILINE) == ["something \\| new"]
+    assert page.fill(filled, known, ["ConfigError"]) == filled
 
 
 @pytest.mark.parametrize(
@@ -111,17 +130,18 @@ def test_a_message_goes_to_the_first_place_that_names_a_part_of_it_else_to_the_l
         (PLACES.replace("## ConfigError", "## Config"), "heading '## ConfigError'"),
         (PLACES.replace("<!-- messages: ConfigError -->", ""), "a place for the rest of ConfigError"),
         (PLACES.replace("no such | not there", "gone"), "must have one of gone, none has"),
+        (PLACES.replace("tfps/tables/", "tfps/gone.py"), "must name modules that there are, got tfps/gone.py"),
         (PLACES.replace("ConfigError: no such", "OtherError: no such"), "must name a class of tfps/errors.py"),
     ],
 )
 def test_a_page_that_lacks_something_is_refused(text: str, error: str) -> None:
     with pytest.raises(page.PageError, match=re.escape(error)):
-        page.fill(text, [message("it is not there")], ["ConfigError"])
+        page.fill(text, [message("it is not there"), OF_TABLES], ["ConfigError"])
 
 
 def test_a_page_that_is_not_up_to_date_is_named_with_what_to_do(tmp_path: Path) -> None:
     old = tmp_path / "page.md"
-    old.write_text(TEXT.replace("`the strategy is closed`", "`the strategy is shut`"))
+    old.write_text(TEXT.replace("`the strategy is closed, a batch", "`the strategy is shut, a batch"))
     with pytest.raises(SystemExit, match=r"must be up to date; run tools/make_messages_page\.py"):
         page.main(["--check", "--page", str(old)])
     page.main(["--page", str(old)])

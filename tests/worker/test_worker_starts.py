@@ -164,11 +164,17 @@ def test_a_variable_that_only_one_rank_has_is_named(cluster: Cluster) -> None:
 
 
 def test_a_rank_that_does_not_declare_is_named(cluster: Cluster) -> None:
-    first, second = job(cluster, 2)
+    server = cluster.pserver(2)
+    first, second = cluster.workers([server.address], 2)
     first.config = SHORT  # only now: to join and to declare nothing it had time
-    with pytest.raises(WaitTimeoutError, match=r"after 1.* s not declared .*: rank 1 \(.*; TFPS_STEP_TIMEOUT_S"):
+    with pytest.raises(
+        WaitTimeoutError,
+        match=r"after 1.* s not declared .*: rank 1 \(.*every rank must call.*TFPS_STEP_TIMEOUT_S",
+    ):
         first.declare([bucket(8)])
     assert isinstance(jobs.Failed(second).wait(), WaitTimeoutError)
+    counted = server.status().errors  # a wait in pieces is no error, only its end is
+    assert [each.where for each in counted] == ["job"], counted
 
 
 def test_a_rank_that_leaves_instead_of_declaring_is_named(cluster: Cluster) -> None:
@@ -176,3 +182,4 @@ def test_a_rank_that_leaves_instead_of_declaring_is_named(cluster: Cluster) -> N
     error, _ = attempt(lambda: first.declare([bucket(8)]), second.close)
     assert isinstance(error, WorkerLostError)
     assert "rank 1" in str(error)
+    assert "its script ended; every rank must call fit" in str(error)

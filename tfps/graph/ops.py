@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import linecache
+import os
 import re
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import tensorflow as tf
 
@@ -29,6 +33,7 @@ MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64, tf.resource]
 # What the host hands to a pull: error text or "", the graph run of the message, data, indices.
 PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
 PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # names of functions below
+_PHILOX = 1  # tf.random.Algorithm.PHILOX
 _BACKWARD = re.compile(r"(^|/)gradient(s|_tape)(_\d+)?/")
 _OTHER_STEP = to_text(
     TfpsError(
@@ -37,17 +42,43 @@ _OTHER_STEP = to_text(
         "it parallel_iterations=1)"
     )
 )
-CLOSED = to_text(ClosedError("the strategy is closed"))
+_LIBRARIES = tuple(
+    str(Path(module.origin).parent) + os.sep
+    for name in ("tensorflow", "keras", "tfps")
+    if (module := importlib.util.find_spec(name)) is not None and module.origin
+)  # whose frames say nothing about a program
+CLOSED = to_text(
+    ClosedError(
+        "the strategy is closed, and its models can no longer train: call close() at the end, or make a new strategy, "
+        "and the model in its scope"
+    )
+)
 
 
 def traced_once(*signature: tf.TensorSpec) -> Callable[[Function], Callable[[], tf_private.ConcreteFunction]]:
-    """Turns a function of tensors of `signature` into one that returns its concrete function, traced when needed."""
+    """Turns a function of tensors of `signature` into one that returns its concrete function, traced when needed.
+
+    Once with `clock`, and once without if the program has turned that off meanwhile.
+    """
 
     def wrap(function: Function) -> Callable[[], tf_private.ConcreteFunction]:
-        traced = tf.function(function, autograph=False, input_signature=signature)
-        return functools.cache(traced.get_concrete_function)
+        @functools.cache
+        def traced(_: bool) -> tf_private.ConcreteFunction:
+            return tf.function(function, autograph=False, input_signature=signature).get_concrete_function()
+
+        return lambda: traced(has_clock())
 
     return wrap
+
+
+def has_clock() -> bool:
+    """Whether graphs may ask for the time: `tf.config.experimental.enable_op_determinism` refuses tf.timestamp."""
+    return not tf_private.is_op_determinism_enabled()
+
+
+def clock() -> tf.Tensor:
+    """Returns, in a graph, the wall-clock time in seconds, a float64 scalar; 0, which is "not known", without clock."""
+    return tf.timestamp() if has_clock() else tf.constant(0.0, tf.float64)
 
 
 def wire_dtype(dtype: tf.DType) -> tf.DType:
@@ -232,10 +263,26 @@ def tfps_graph_run() -> tf.Tensor:
     return tf.bitcast(tf.timestamp(), tf.int64)
 
 
+@traced_once(_RESOURCE)
+def tfps_counted_run(counter: tf.Tensor) -> tf.Tensor:
+    # Of all ops that count, this alone reads and adds in one: graphs may run at the same time.
+    return tf.raw_ops.RngReadAndSkip(resource=counter, alg=_PHILOX, delta=tf.constant(1, tf.uint64))[0]
+
+
+@functools.cache
+def _counter() -> Variable:
+    with tf.init_scope(), tf.device(HOST):
+        return tf_private.ResourceVariable([1, 0, 0], dtype=tf.int64, trainable=False, name="tfps_graph_runs")
+
+
 def graph_run() -> tf.Tensor:
-    """Returns a number (int64, not 0) that differs at every execution of the current graph."""
+    """Returns a number (int64, not 0) that differs at every execution of any graph; if there is a clock, the time."""
     with tf.device(HOST):  # stateless: a stateful call would be ordered with every `py_function`
-        return call_stateless(tfps_graph_run(), [])[0]
+        if has_clock():
+            return call_stateless(tfps_graph_run(), [])[0]
+        number = call_stateless(tfps_counted_run(), [_counter().handle])[0]
+        tf_private.set_read_only_inputs(number, [0])
+        return number
 
 
 def call_stateless(function: tf_private.ConcreteFunction, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -253,7 +300,7 @@ def tfps_send(
     queue: tf.Tensor, transfer: tf.Tensor, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
 ) -> tf.Tensor:
     with tf.control_dependencies([data, indices]):
-        times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
+        times = tf.concat([tf.reshape(clock(), [1]), times], 0)
     message = [transfer, graph_run, data, indices, times, queue]
     return _true_after(tf.raw_ops.QueueEnqueueV2(handle=queue, components=message))
 
@@ -275,6 +322,12 @@ def send(
         return _call(tfps_send(), [queue, *message], read_only=[0]).op
 
 
+def _drawn() -> tf.Tensor:
+    """A number, not 0, that differs at each run of one kernel."""
+    least, most, shape = tf.constant(1, tf.int64), tf.constant(2**62, tf.int64), tf.constant([], tf.int32)
+    return tf.raw_ops.RandomUniformInt(shape=shape, minval=least, maxval=most, seed=1, seed2=1)
+
+
 @traced_once(_RESOURCE, _NUMBER, _BYTES, _BYTES)
 def tfps_pull(
     queue: tf.Tensor, transfer: tf.Tensor, data: tf.Tensor, indices: tf.Tensor
@@ -283,8 +336,9 @@ def tfps_pull(
     results = tf.raw_ops.FIFOQueueV2(component_types=PULLED, capacity=16)
     # A step that TensorFlow stops here leaves its reply behind, which the next step must not take.
     with tf.control_dependencies([data, indices]):
-        now = tf.timestamp()
-    graph_run, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
+        now = clock()
+        graph_run = tf.bitcast(now, tf.int64) if has_clock() else _drawn()
+    times = tf.reshape(now, [1])
     sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, results])
     with tf.control_dependencies([sent]):
         error, echoed, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
@@ -337,23 +391,23 @@ def computed_from(
         seen.add(id(tensor))
         yield tensor
         if tf.is_symbolic_tensor(tensor) and goes_on(tensor):
-            captured = _captured(tensor)  # leads to the graph around
+            captured = captured_from(tensor)  # leads to the graph around
             left += tensor.op.inputs if captured is None else [captured]
 
 
 def is_argument(tensor: Value) -> bool:
     """Whether `tensor` is an argument of a function in a graph, and not captured from around it."""
-    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and _captured(tensor) is None
+    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and captured_from(tensor) is None
 
 
 def outside(tensor: Value) -> Value:
     """Returns what `tensor` stands for outside of the graphs that capture it."""
-    while tf.is_symbolic_tensor(tensor) and (captured := _captured(tensor)) is not None:
+    while tf.is_symbolic_tensor(tensor) and (captured := captured_from(tensor)) is not None:
         tensor = captured
     return tensor
 
 
-def _captured(tensor: tf.Tensor) -> tf.Tensor | None:
+def captured_from(tensor: tf.Tensor) -> tf.Tensor | None:
     """Returns the tensor around its graph that the placeholder `tensor` stands for, if it does."""
     captures = getattr(tensor.graph, "captures", ()) if tensor.op.type == "Placeholder" else ()
     return next((each for each, inside in captures if inside is tensor), None)
@@ -367,6 +421,15 @@ def before(op: tf.Operation) -> list[tf.Operation]:
 def is_backward(op: tf.Operation) -> bool:
     """Whether `op` belongs to a backward pass: of tf.GradientTape or tf.gradients."""
     return _BACKWARD.search(op.name) is not None
+
+
+def place_of(op: tf.Operation) -> str:
+    """Returns where a program creates `op`: "train.py:12 (the line)"; its name if no frame is a program's."""
+    for frame in reversed(op.traceback):
+        if not frame.filename.startswith(_LIBRARIES):
+            line = linecache.getline(frame.filename, frame.lineno).strip()
+            return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({line})" if line else "")
+    return f"op {op.name}"
 
 
 def called(op: tf.Operation) -> str:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfps.graph.ops import HOST, computed_from, is_argument, is_backward
 from tfps.graph.patches import replaced
+from tfps.graph.row_kinds import FIXED, MEAN, Kind, Of, RowKinds
 from tfps.graph.rows import UNKNOWN, Fillers, cut, rows_of
 from tfps.graph.tf_private import (
     ResourceVariable,
@@ -35,6 +36,7 @@ logger = logging.getLogger("tfps")
 # A step that Keras runs on replicas: of `fit` or `train_on_batch`, or of evaluation and prediction.
 KerasStep = Literal["training", "evaluation"]
 _NESTED = "_tfps_nested_share"  # of a graph
+_EACH_ROW = "_tfps_each_row"  # of a tensor of fixed size
 
 
 def _warn_of_empty_first(structure: Structure) -> None:
@@ -137,6 +139,7 @@ class Share:
         self.rows, self.replicas, self.step = rows, replicas, step
         self._inputs = tf.nest.flatten(inputs, expand_composites=True)
         self._alike: list[tf.Tensor] = []  # the same on all replicas, as they were reduced
+        self._kinds: RowKinds | None = None
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
         self._noted: tf.Tensor | None = None  # the total, if this graph trains
@@ -238,8 +241,37 @@ class Share:
     def alike(self, value: Value) -> Value:
         """Notes that `value`, a tensor or IndexedSlices, is the same on all replicas, and returns it."""
         if self.graph is not None:
-            self._alike += tf.nest.flatten(value, expand_composites=True)
+            for each in tf.nest.flatten(value, expand_composites=True):
+                self._alike.append(each)
+                self.kinds.note(each, FIXED)
         return value
+
+    @property
+    def kinds(self) -> RowKinds:
+        """What tensors of the graph are to this replica's rows."""
+        if self._kinds is None:
+            self._kinds = RowKinds(self.fixed_rows)
+            for each in self._inputs:
+                if tf.is_symbolic_tensor(each):
+                    self._kinds.note(each, FIXED if each.shape.rank == 0 else Kind(Of.ROWS))
+        return self._kinds
+
+    def note_mean(self, value: Value) -> None:
+        """Notes that `value`, a loss of Keras, is weighted so that replicas' values add up."""
+        if tf.is_symbolic_tensor(value):
+            self.kinds.note(value, MEAN)
+
+    def has_each_row(self, value: Value) -> bool:
+        """Whether `value` has numbers for each row, so far as its graph shows; eagerly if it is as long as the rows."""
+        if self.graph is not None:
+            return self.kinds.of(value).sums_rows
+        return bool(value.shape.rank) and value.shape[0] == int(self.rows)
+
+    def mark_each_row(self, result: Structure) -> None:
+        """Marks, in a graph whose rows are fixed, what has a value for each of them: its size alone does not tell."""
+        for value in tf.nest.flatten(result):
+            if tf.is_symbolic_tensor(value) and value.shape.rank and value.shape[0] == self.fixed_rows:
+                setattr(value, _EACH_ROW, self.kinds.of(value) == Kind(Of.ROWS))
 
     def counting(self, amount: tf.Tensor, even: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """Weights by this replica's scalar `amount` instead of by rows within the block."""
@@ -288,7 +320,7 @@ class NestedShare(Share):
         super().__init__(rows, replicas, None, lambda amount: None, step)
         self._total = total if step is not None else None
         if around is not None:
-            self._inputs, self._alike = around._inputs, around._alike
+            self._inputs, self._alike, self._kinds = around._inputs, around._alike, around.kinds
 
     @property
     def trains(self) -> bool:
@@ -338,6 +370,8 @@ def with_share(
         own = _Function(graph, share, nested, step)
         with last_batch.giving(replica, rows, known), replaced(_current, "function", own):
             result = function(*given[0], **given[1])
+        if share is not None and step is not None and share.fixed_rows:
+            share.mark_each_row(result)
         if share is None or not share.may_be_empty:
             return result
         result = cut(rows, result)
@@ -444,6 +478,13 @@ def _is_size_within_row(op: tf.Operation) -> bool:
         return False
     begin = tf.get_static_value(op.inputs[1])
     return begin is not None and begin.tolist() != [] and begin[0] > 0
+
+
+def may_be_of_rows(value: Value) -> bool:
+    """Whether `value`, which a replica function returned in a graph, may have one value for each row."""
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return False
+    return value.shape[0] is None or getattr(value, _EACH_ROW, False)
 
 
 @functools.cache

@@ -111,12 +111,14 @@ try:
         ops,  # the graph under construction, init_scope that leaves it
     )
     from tensorflow.python.framework.composite_tensor import CompositeTensor  # base of iterator arguments
+    from tensorflow.python.framework.config import is_op_determinism_enabled as is_op_determinism_enabled  # no clock
     from tensorflow.python.framework.func_graph import FuncGraph  # whose outer graphs can be followed
     from tensorflow.python.ops import (
         control_flow_util,  # whether XLA compiles a graph: queues do not exist there
         control_flow_v2_func_graphs,  # which graphs are branches of a tf.cond
     )
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable outside of any strategy
+    from tensorflow.python.util import nest  # paths_of
 
     from tfps.graph.patches import Patch  # here, as it needs TensorFlow
 
@@ -172,10 +174,12 @@ try:
     for _spec in (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec):
         needs(_spec, "_batch", "_unbatch")
     needs(tf.data.Dataset, "_functions")  # see reads_files
-    needs(tf.data.Dataset, "_inputs")  # see made_by_generator, and finds_generators
+    needs(tf.data.Dataset, "_inputs")  # see made_by_generator, finds_generators, inputs_of
     needs(flat_map_op, "_FlatMapDataset")
     needs(flat_map_op._FlatMapDataset, "_map_func")
 
+    needs(tf.RaggedTensorSpec, "_from_compatible_tensor_list", "_ragged_rank")  # see _keep_inner_axes
+    needs(nest, "flatten_with_tuple_paths")
     needs(data_seeds, "get_seed")
     needs(context, "global_seed", "eager_mode")
 
@@ -189,7 +193,7 @@ try:
     needs(attr_value_pb2, "AttrValue")
     needs(auto_control_deps_utils, "READ_ONLY_RESOURCE_INPUTS_ATTR")  # what it does, check_effects sees
     needs(tf.Operation, "_set_attr")
-    needs(tf.Graph, "_is_function")
+    needs(tf.Graph, "_is_function", "_get_function")
     needs(ops, "get_default_graph", "init_scope")
     needs(record, "could_possibly_record", "record_operation")
 except (ImportError, AttributeError) as error:  # a module, or a class in one
@@ -203,6 +207,11 @@ DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 def dummy_batch(element_spec: Structure) -> Structure:
     """Returns an empty batch, as TensorFlow gives it to replicas for which there is no data left."""
     return input_lib._dummy_tensor_fn(element_spec)
+
+
+def paths_of(structure: Structure) -> list[tuple[str | int, ...]]:
+    """Returns the keys and indices that lead to each value of `structure`, in the order of `tf.nest.flatten`."""
+    return [path for path, _ in nest.flatten_with_tuple_paths(structure)]
 
 
 def of_any_size(element_spec: Structure) -> Structure:
@@ -230,22 +239,43 @@ def _translate_errors(original: Callable[..., Structure]) -> Callable[..., Struc
     def call(self: Function, *arguments: object, **named: object) -> Structure:
         try:
             return original(self, *arguments, **named)
-        except tf.errors.InvalidArgumentError as error:
-            if (better := in_graph_error(error.message)) is None:
-                raise
-        except TfpsError as error:
-            if not tf.debugging.is_traceback_filtering_enabled():
-                raise
-            better = outlined(error)
+        except Exception as error:
+            better = in_graph_error(error.message) if isinstance(error, tf.errors.InvalidArgumentError) else None
+            if better is None:
+                raise outlined(error)  # noqa: B904  # the same error
         raise better
 
     return call
+
+
+def _keep_inner_axes(original: Callable[..., Structure]) -> Callable[..., Structure]:
+    """A ragged part without rows, as TensorFlow makes it of a variant that has none, keeps its dense inner axes."""
+
+    def read(spec: tf.RaggedTensorSpec, tensors: Sequence[tf.Tensor]) -> Structure:
+        inner = spec.shape[1 + spec._ragged_rank :] if spec._ragged_rank > 0 and spec.shape.rank is not None else None
+        if not inner:
+            return original(spec, tensors)
+        if tf.executing_eagerly():
+            return dummy_batch(spec) if tensors[0].shape.num_elements() == 0 else original(spec, tensors)
+        found = original(spec, tensors)
+        if not inner.is_fully_defined() or 0 in inner.as_list():
+            return found
+        return found.with_flat_values(tf.reshape(found.flat_values, [-1, *inner]))
+
+    return read
 
 
 _ERRORS = "a call of a function, those of Keras' steps included, raises errors of tfps as they are"
 PATCHES = (
     Patch(Function, "__call__", _translate_errors, _ERRORS, "tests/test_errors.py"),
     Patch(ConcreteFunction, "__call__", _translate_errors, _ERRORS, "tests/test_errors.py"),
+    Patch(
+        tf.RaggedTensorSpec,
+        "_from_compatible_tensor_list",
+        _keep_inner_axes,
+        "a part of a batch without rows keeps the dense inner axes of its ragged tensors",
+        "tests/integration/test_rows.py",
+    ),
 )
 
 
@@ -258,6 +288,12 @@ def stopped() -> bool:
 def has_function(graph: tf.Graph, name: str) -> bool:
     """Whether `graph` calls the function `name`, directly or through a function that it calls."""
     return bool(graph._is_function(name))
+
+
+def function_of(call: tf.Operation, attribute: str = "f") -> FuncGraph | None:
+    """Returns the graph of a function that `call`, an op of a kind of PartitionedCall or If, calls, if it has one."""
+    function = call.graph._get_function(call.get_attr(attribute).name)
+    return getattr(function, "graph", None)
 
 
 # AutoGraph must not rewrite functions of tfps, which run during tracing: it takes time, and not every version knows
@@ -309,6 +345,12 @@ def made_by_generator(dataset: tf.data.Dataset) -> bool:
         if len(inputs) != 1 or "Batch" in type(dataset).__name__:
             return False
         dataset = inputs[0]
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the datasets that `dataset` reads."""
+    inputs: list[tf.data.Dataset] = dataset._inputs()
+    return inputs
 
 
 def reads_files(dataset: tf.data.Dataset) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfps.graph.ops import CLOSE, HOST, PASS, call_stateless, called, is_backward, traced_once
+from tfps.graph.ops import CLOSE, HOST, PASS, call_stateless, called, clock, has_clock, is_backward, traced_once
 from tfps.graph.tf_private import control_flow_free
 from tfps.types import Value
 
@@ -54,6 +54,8 @@ class Timestamps:
 
     def of_bucket(self, variables: Sequence[str], whole: bool) -> NotedTimes:
         """Returns timestamps for a bucket of `variables` (unique ids, in forward order); `whole`: the step's, too."""
+        if not has_clock():
+            return NotedTimes()
         with self._graph.as_default(), tf.control_dependencies(None), tf.device(None):
             read, variable = self._read(variables)
             step = self._step() if whole and self._replica == 0 else []
@@ -98,11 +100,11 @@ def _probes(tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
 
 @traced_once()
 def tfps_now() -> tf.Tensor:
-    return tf.timestamp()
+    return clock()
 
 
 def now_after(after: Sequence[tf.Operation | tf.Tensor]) -> tf.Tensor:
-    """Returns the wall-clock time (float64 seconds) when all of `after` is ready."""
+    """Returns the wall-clock time (float64 seconds, 0 if unknown) when all of `after` is ready."""
     with tf.device(HOST), tf.control_dependencies(list(after)):
         return call_stateless(tfps_now(), [])[0]
 

@@ -24,9 +24,12 @@ from tfps.graph.tf_private import (
     made_by_generator,
     of_any_size,
 )
+from tfps.input.caches import reads_whole
 from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
 from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
 from tfps.input.staging import Feed, Group, Stage, Staging
+from tfps.input.whole_batches import filtered, has_one_size
+from tfps.keras_hooks.generators import Reading
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
 
@@ -48,6 +51,8 @@ class _Staged:
     reads_skipped = True  # whether the next iterator begins with these: they are read and thrown away
     open_elsewhere = False  # whether the others have the next iterator already
     cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
+    reading: Reading | None = None  # of a Python generator that others may read after it
+    goes_on = False  # whether the next iterator goes on where they have stopped the last one
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
@@ -76,7 +81,7 @@ class _Staged:
         if min(known) >= 0:
             each = known if len(known) == replicas or cuts else [known[0] / replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        self.opened += 1
+        self.opened += not self.goes_on
         groups = functools.partial(read_groups, sources, 1 if cuts else replicas, element_spec, pads)
         if whole is None:
             chosen = groups()
@@ -93,6 +98,8 @@ class _Staged:
         feed = Feed(
             self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks, skipped
         )
+        if self.reading is not None and whole is None:  # batches that are handed out are not taken one by one
+            feed.begins = functools.partial(self.reading.begin, feed.supersede, goes_on=self.goes_on)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
@@ -130,6 +137,8 @@ def distribute_dataset(
     extended: tf.distribute.StrategyExtended, dataset: Batches, options: tf.distribute.InputOptions | None
 ) -> Batches:
     context = extended._make_input_context()
+    if context.num_input_pipelines > 1 and shard_policy(dataset) in (*DIVIDED, AutoShardPolicy.FILE):
+        dataset = _as_one_process(dataset)
     if extended.changes and extended.shards and shard_policy(dataset) != AutoShardPolicy.OFF:
         return _distribute_whole(extended, dataset, options)
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
@@ -165,13 +174,29 @@ def distribute_dataset(
     return _made(DistributedDataset, StagedDataset, arguments, first, whole if divides else None)
 
 
+def _as_one_process(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset`, divided by rows if it reads what one process has cached: it would not be divided by files."""
+    if not reads_whole(dataset):
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
+    return dataset.with_options(options)
+
+
 def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:
-    """Returns what knows the first batches of the second if all ranks make the same; else None and `dataset`."""
-    compares = extended.staging is not None and extended.staging.compares and extended.shards
-    if not compares or not tf.executing_eagerly() or not is_same_on_all(dataset):
+    """Returns `dataset`, whose batches can be cut or end with an error, and what knows its first batches.
+
+    That is None unless all ranks make the same.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
         return None, dataset
-    first = FirstBatches()
-    return first, first.watch(dataset)
+    cuts = (extended.changes and extended.shards) or extended._make_input_context().num_replicas_in_sync > 1
+    looks = [has_one_size(dataset.element_spec)] if cuts else []
+    compares = extended.staging is not None and extended.staging.compares and extended.shards
+    first = FirstBatches() if compares and tf.executing_eagerly() and is_same_on_all(dataset) else None
+    if first is not None:
+        looks.append(first.look())
+    return first, filtered(dataset, *filter(None, looks))
 
 
 def _distribute_rows(

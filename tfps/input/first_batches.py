@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfps.errors import MismatchError
 from tfps.graph.tf_private import reads_files
+from tfps.input.whole_batches import Predicate
 from tfps.types import Array, Batches, Structure, Value
 
 logger = logging.getLogger("tfps")
@@ -46,8 +47,8 @@ class FirstBatches:
         self._several = False  # so that it is not known whose a digest is
         self._found = NOTHING
 
-    def watch(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns `dataset` with the same batches; a filter, because TensorFlow sees the batch size through it."""
+    def look(self) -> Predicate:
+        """Returns what looks at each batch of a dataset."""
 
         def note(*tensors: Array) -> bool:
             found = digest(tensors)
@@ -66,9 +67,7 @@ class FirstBatches:
 
         with tf.init_scope():
             first = int(next(iter(tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).map(_drawn))))
-        known, watched = int(dataset.cardinality()), dataset.filter(look)
-        unknown = tf.data.experimental.UNKNOWN_CARDINALITY
-        return watched if known == unknown else watched.apply(tf.data.experimental.assert_cardinality(known))
+        return look
 
     def begin(self) -> None:
         """Notes that an iterator is about to read its first batch."""

@@ -84,6 +84,11 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
 
     _type_spec = property(lambda self: self._spec)
 
+    @property
+    def superseded(self) -> bool:
+        """Whether another loop over the same generator has stopped it."""
+        return self._feed is not None and self._feed.superseded
+
     def allow(self, batches: int) -> None:
         """See `Feed.allow`."""
         if self._feed is not None:

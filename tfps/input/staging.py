@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tfps.errors import TfpsError, to_text
+from tfps.errors import TfpsError, in_graph_error, to_text
 from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
 from tfps.graph.tf_private import eagerly
+from tfps.input.caches import advice
 from tfps.input.first_batches import NOTHING, FirstBatches, of_own, of_whole
 from tfps.input.lockstep import IteratorProgress, Lockstep
+from tfps.keras_hooks.generators import View
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Function, Structure, Value
 
@@ -202,7 +204,13 @@ class Feed:
         self._lock = threading.Lock()  # guards _thread
         self._thread: threading.Thread | None = None
         self.number = next(_feed_numbers)
-        self.stopped = False
+        self.stopped = self.superseded = False
+        # For a generator that others may read after it: called by the thread, returns what is to know which are used.
+        self.begins: Callable[[], View] | None = None
+        self._view: View | None = None
+        self._staged = self._unused = 0  # batches that have been staged, and those of them that no step has taken
+        # Guards _unused; reentrant as that of Staging. The thread takes it only once no token can be waited for.
+        self._taking = threading.RLock()
         with tf.init_scope(), tf.device(HOST):
             room = 1000 if staging.lockstep is not None else 1 if hands_out else staging.depth - 1
             self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [len(self._unknown)]], name="tfps_batches")
@@ -254,13 +262,19 @@ class Feed:
             if self._progress is None and self._thread not in (None, threading.current_thread()):
                 self._staging.started(self)  # before it looks: a thread that still puts has not ended
                 try:
-                    if self._putting:
-                        self._remove(int(self.tokens.dequeue()[0]))
+                    with self._taking:
+                        if self._putting:
+                            self._discard(int(self.tokens.dequeue()[0]))
                 except tf.errors.OutOfRangeError:  # steps have taken all, and the thread has ended
                     pass
                 finally:
                     self._staging.finished(self)
             self.tokens.close(cancel_pending_enqueues=True)
+
+    def supersede(self) -> None:
+        """Stops it, as another one is to read the same data."""
+        self.superseded = True
+        self.stop()
 
     def close(self) -> None:
         """Like `stop`, and tells waiting requests that the strategy is closed."""
@@ -293,37 +307,50 @@ class Feed:
                         if staging.spans.recorder.enabled:
                             staging.spans.staged(begin, batches)
                         self._rows[key] = rows  # only now: a partly staged batch cannot be taken out
+                        self._staged += 1
                         if progress is not None:
                             progress.staged(position, key)
                         else:
                             self._put_token(key, "", [max(UNKNOWN, rows[0] * staging.workers), *rows[1:]])
                             del self._rows[key]
                             self._whole.pop(key, None)
+                        if self._view is not None:
+                            with tf.device(HOST):
+                                # In this order: a batch whose token is put meanwhile counts twice.
+                                waiting = len(self._rows) + int(self.tokens.size())
+                            if not self.stopped:  # else `stop` may have taken one that is not used
+                                self._view.used(self._skipped + self._staged - waiting)
                         del batches
                 except Exception as error:  # any error of the user's input pipeline: its step raises it
                     if self.stopped and isinstance(error, _STOPS):
                         raise
-                    text = (
-                        f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"
-                    )
-                    if isinstance(error, TfpsError):  # no error of the pipeline
-                        text = to_text(error)
+                    said = getattr(error, "message", None) or str(error)
+                    text = f"the input pipeline failed: {type(error).__name__}: {said}{advice(said)}"
+                    better = in_graph_error(text) if isinstance(error, tf.errors.InvalidArgumentError) else error
+                    if isinstance(better, TfpsError):  # no error of the pipeline
+                        text = to_text(better)
                 self._end(text)
         finally:
             self.tokens.close(cancel_pending_enqueues=True)  # `stop` may wait for a token
             if progress is not None:
                 progress.leave()
-            with tf.device(HOST):
-                with contextlib.suppress(tf.errors.OutOfRangeError):  # `stop` has taken the last one
-                    while int(self.tokens.size()):
-                        self._remove(int(self.tokens.dequeue()[0]))
-                for each in self._rows:
-                    self._remove(each)
-            staging.finished(self)
+            try:
+                with tf.device(HOST), self._taking:
+                    with contextlib.suppress(tf.errors.OutOfRangeError):  # `stop` has taken the last one
+                        while int(self.tokens.size()):
+                            self._discard(int(self.tokens.dequeue()[0]))
+                    for each in self._rows:
+                        self._discard(each)
+            finally:
+                staging.finished(self)
+                if self._view is not None:
+                    self._view.close(self._skipped + self._staged - self._unused)
 
     def _read(self) -> Iterator[Group]:
         """Yields groups of batches, one per replica."""
         groups, self._groups, begun, left = self._groups, None, not self._compares, 0
+        if self.begins is not None:
+            self._view = self.begins()
         while not self.stopped and groups is not None:
             if self._hands_out:  # waits until the last one has been taken
                 self._put_token(GO)
@@ -415,6 +442,11 @@ class Feed:
                 del self._rows[key]
                 self._whole.pop(key, None)
                 self._room.put(1)
+
+    def _discard(self, key: int) -> None:
+        """Removes it, and counts it as not used."""
+        self._unused += key not in (END, GO)
+        self._remove(key)
 
     def _remove(self, key: int) -> None:
         """Removes the staged batch of a token that nothing else has."""

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,8 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
     rows = strategy.extended.last_batch.given()
     weight = -1 if UNKNOWN in rows.numpy() else int(sum(rows.numpy()))
     # Name and local result of each of the model's metrics, as a step returns them.
-    results = [] if are_metrics else keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
+    with _without_advice():
+        results = [] if are_metrics else keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
     own = [(str(path[-1]), mean(rows, result)) for path, result in results]
     said = Said(
         weight=weight,
@@ -244,6 +246,20 @@ def _results(model: Model) -> list[Logs]:
         return [model.get_metrics_result()]  # the program's own
     results = [(metric.name, metric.result()) for metric in model.metrics]
     return [result if isinstance(result, dict) else {name: result} for name, result in results]
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """In the block TensorFlow does not tell the program to wrap `run` in a function: it is not the program's."""
+
+    def tells_more(record: logging.LogRecord) -> bool:
+        return "eagerly has significant overhead" not in record.getMessage()
+
+    tf.get_logger().addFilter(tells_more)
+    try:
+        yield
+    finally:
+        tf.get_logger().removeFilter(tells_more)
 
 
 def _equal(leaf: object, result: object) -> bool:

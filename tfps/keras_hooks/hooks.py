@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from types import ModuleType
 
+from tfps.errors import outlined
 from tfps.graph.patches import Patch, strategy_of
 from tfps.keras_hooks.keras_private import check
 from tfps.types import Function, Value
@@ -26,7 +27,13 @@ def replaces(owner: type | ModuleType, name: str, test: str, why: str = "") -> C
     def add(hook: Function) -> Function:
         @functools.wraps(hook)
         def wrap(original: Function) -> Function:
-            return lambda *args, **options: hook(original, *args, **options)
+            def call(*args: object, **options: object) -> object:
+                try:
+                    return hook(original, *args, **options)
+                except Exception as error:
+                    raise outlined(error)  # noqa: B904  # the same error
+
+            return call
 
         said = " ".join((hook.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
         PATCHES.append(Patch(owner, name, wrap, why or said[:1].lower() + said[1:], test))

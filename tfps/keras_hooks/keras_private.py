@@ -52,7 +52,9 @@ with _fitting():
     from keras.src.random import seed_generator
     from keras.src.saving import saving_lib as saving_lib
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
-    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+    from keras.src.trainers.data_adapters.generator_data_adapter import (
+        GeneratorDataAdapter as GeneratorDataAdapter,
+    )
     from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer as OrderedEnqueuer
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
@@ -77,7 +79,7 @@ with _fitting():
     needs(trainer_module.TFEpochIterator, "_current_iterator", "_steps_seen")
     needs(PyDatasetAdapter, "_get_iterator", "py_dataset", "enqueuer", "shuffle")
     needs(OrderedEnqueuer, "_run", "py_dataset", "shuffle", "indices")
-    needs(GeneratorDataAdapter, "generator")
+    needs(GeneratorDataAdapter, "generator")  # here and where it is read ahead (generators.py)
     needs(keras.optimizers.Optimizer, "_iterations")  # of batches, where `iterations` is of updates
     needs(keras.optimizers.Optimizer, "_distribution_strategy", "_trainable_variables", "use_ema")
     needs(keras.Model, "distribute_strategy")  # tells which models to handle
@@ -152,6 +154,11 @@ def continues(epochs: Batches) -> bool:
 def has_read(epochs: Batches) -> bool:
     """Whether that iterator has given batches in an epoch before."""
     return continues(epochs) and epochs._steps_seen > 0
+
+
+def continue_with(epochs: Batches, iterator: Batches) -> None:
+    """Makes `iterator` the one from which an epoch, and the next ones, go on."""
+    epochs._current_iterator = iterator
 
 
 def known_batches(epochs: Batches) -> int | None:

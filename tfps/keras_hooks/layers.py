@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, replaced
+from tfps.graph.patches import BaseStrategy, replaced, strategy_of
 from tfps.keras_hooks.hooks import for_models, replaces
 from tfps.keras_hooks.keras_private import nn_module
 from tfps.keras_hooks.variables import of_tensorflow
@@ -56,6 +56,16 @@ def _build_if_possible(
     if builds and all(layer.built for layer in model._flatten_layers()):
         with strategy.scope():
             optimizer.build(model.trainable_variables)
+
+
+@replaces(keras.layers.BatchNormalization, "build", "tests/integration/test_rows.py")
+def _build_normalization(original: Function, layer: Layer, *args: object, **options: object) -> None:
+    """Marks moving statistics as those of a replica's batch, as documented: also with a mask, where it is no mean."""
+    original(layer, *args, **options)
+    for statistic in (layer.moving_mean, layer.moving_variance):
+        variable = of_tensorflow(statistic)
+        if strategy_of(variable) is not None:
+            variable.batch_statistic = True
 
 
 def _described_batch(epochs: Batches) -> Structure:

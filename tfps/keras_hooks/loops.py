@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import keras
 
 from tfps.graph.patches import BaseStrategy, replaced
+from tfps.keras_hooks import generators
 from tfps.keras_hooks.agreed_logs import compared_tables
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.keras_private import add_steps_seen, begin_at, trainer_module
@@ -91,7 +92,11 @@ def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[o
         extended = strategy.extended
         skipped, extended.skipped_steps, seen, extended.seen_steps = extended.skipped_steps, 0, extended.seen_steps, 0
         extended.begun_epochs += 1
+    fresh = None  # in place of an iterator that another loop over the same generator has stopped
     for step in itertools.islice(original(epochs), skipped, None):  # its last part is the iterator
+        if getattr(step[-1], "superseded", False):
+            fresh = generators.current(epochs, fresh or step[-1])
+            step = (*step[:-1], fresh)
         if allows and hasattr(step[-1], "allow"):  # one that reads ahead
             step[-1].allow(math.ceil(steps / epochs.steps_per_execution) * epochs.steps_per_execution - skipped)
         allows = False

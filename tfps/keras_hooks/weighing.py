@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfps.errors import TfpsError, outlined
+from tfps.errors import outlined
 from tfps.graph.patches import BaseStrategy, strategy_of
 from tfps.graph.shares import (
     Share,
@@ -21,11 +21,13 @@ from tfps.graph.shares import (
     in_keras_step,
     is_reducing_gradients,
     keras_step,
+    may_be_of_rows,
     reducing_gradients,
     say_once,
     with_values,
 )
 from tfps.graph.tf_private import is_differentiated
+from tfps.keras_hooks.differentiated import say_if_no_mean
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
@@ -49,9 +51,7 @@ def _mark_steps(made: str, trains: bool, original: Function, model: Model, force
         try:
             with keras_step(trains=trains):
                 return function(*args)
-        except TfpsError as error:
-            if not tf.debugging.is_traceback_filtering_enabled():
-                raise
+        except Exception as error:
             raise outlined(error)  # noqa: B904  # the same error
 
     setattr(model, made, step)
@@ -99,7 +99,26 @@ def _reduce(
     dtype: str | None = None,
 ) -> Value:
     """Counts masks, sample weights and sums over the whole batch."""
-    share, averages = current_share(), reduction not in (None, "none", "sum")
+    share = current_share()
+    loss = _reduced(original, share, values, sample_weight, mask, reduction, dtype)
+    if share is not None and share.step == "training" and reduction not in (None, "none") and not _is_scalar(values):
+        terms = [("a loss", values), ("what a loss gets as sample weights", sample_weight)]
+        for what, each in terms:
+            say_if_no_mean(share, what, each, averaged=reduction != "sum")
+        share.note_mean(loss)
+    return loss
+
+
+def _reduced(
+    original: Function,
+    share: Share | None,
+    values: Structure,
+    sample_weight: Value,
+    mask: Value,
+    reduction: str,
+    dtype: str | None,
+) -> Value:
+    averages = reduction not in (None, "none", "sum")
 
     def reduced() -> Value:
         loss = original(values, sample_weight, mask, reduction, dtype)
@@ -264,8 +283,7 @@ def _weigh_results(
 
 
 def _may_be_of_rows(value: Value) -> bool:
-    first = value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
-    return bool(isinstance(first, tf.Tensor) and first.shape.rank and first.shape[0] is None)
+    return may_be_of_rows(value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value)
 
 
 def _joined(rows: tf.Tensor, value: Value) -> Value:

@@ -212,6 +212,9 @@ def check_script(plan: Plan) -> None:
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise ConfigError(f"script {plan.script} is a directory without a __main__.py")
         if not path.exists():
+            if re.fullmatch(r"python[\d.]*", path.name):
+                rest = " ".join(plan.args) or "script.py"
+                raise ConfigError(f"leave out {plan.script!r}: tfps_launch runs the script by itself, as in {rest}")
             raise ConfigError(f"script not found: {plan.script} (in {Path.cwd()})")
         return
     # Only the outermost package is looked for: to find a submodule Python would have to import, and run, its package.
@@ -246,6 +249,17 @@ def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
         plan.check_fewest(len(options[0].workers))
         return Slurm(*options, chosen=chosen)
     return Ssh(*options, tuple(shlex.split(plan.ssh)), chosen=chosen)
+
+
+def misplaced(plan: Plan) -> str:
+    """Says which options after the script are those of tfps_launch by name; the script gets them. "": none."""
+    found = [arg for arg in plan.args if arg.partition("=")[0] in ("--workers", "--pservers", "--min-workers")]
+    if not found:
+        return ""
+    return (
+        f"{', '.join(found)} after the script is the script's: options of tfps_launch come before it, as in "
+        f"tfps_launch --workers 2 {plan.script}"
+    )
 
 
 def exit_code(code: int) -> int:
@@ -303,6 +317,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         return 1, f"{names}: not ready within {START_S:g} s{f'; {host} has not answered' if host else ''}"
 
     pservers = [start_pserver(index, host) for index, host in enumerate(place.pservers)]
+    supervisor.last = pservers  # workers that leave still talk to them
     supervisor.wait(lambda: len(addresses) == len(pservers) or any(pserver.ended for pserver in pservers), START_S)
     for pserver in pservers:
         if pserver.ended:
@@ -312,8 +327,9 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     if late := [pserver for index, pserver in enumerate(pservers) if index not in addresses]:
         return not_ready(late)
 
-    for line in hints(plan, place):
-        print(f"tfps_launch: {line}", file=sys.stderr, flush=True)
+    started = f"starts {len(place.workers)} worker{'s' * (len(place.workers) > 1)}"
+    for line in [started, *hints(plan, place)]:
+        supervisor.say(line)
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
     failed: list[Process] = []
@@ -324,8 +340,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     waiting_pservers: list[int] = []
 
     def note_lost(process: Process, then: str) -> None:
-        end = f"{process.command.title} {process.describe_end()}{explain(process)}; {then}"
-        print(f"tfps_launch: {end}", file=sys.stderr, flush=True)
+        supervisor.say(f"{process.command.title} {process.describe_end()}{explain(process)}; {then}")
         lost.append(process)
 
     def lose(process: Process) -> None:
@@ -381,6 +396,8 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
             workers[rank] = start_worker(rank, place.workers[rank])
         waiting.clear()
     if not failed:
+        well = sum(worker.code == 0 for worker in workers)
+        supervisor.say(f"{'all' if well == len(workers) else f'{well} of {len(workers)}'} workers ended well")
         return 0, ""
     # Of several at once, one killed by a signal is the likelier cause: the others report its loss.
     first = min(failed, key=lambda process: (process.code or 0) >= 0)
@@ -422,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1
-    from tfps.launch.engine import LOG_LEVEL, NOTE, SILENCE_S
+    from tfps.launch.engine import LOG_LEVEL, NOTE, SILENCE_S, wants_notes
     from tfps.launch.supervisor import Interrupted, Supervisor
     from tfps.launch.terminal import Console
 
@@ -433,14 +450,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigError, OSError) as error:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
-        wants_notes = LOG_LEVEL in (each.partition("=")[0] for each in (*os.environ, *plan.variables))
-        console = Console(sys.stdout, sys.stderr, log, *([] if wants_notes else [NOTE.match]))
+        given = dict(each.split("=", 1) for each in plan.variables if "=" in each)
+        shown = wants_notes({**os.environ, **given}.get(LOG_LEVEL))
+        console = Console(sys.stdout, sys.stderr, log, *([] if shown else [NOTE.match]))
         supervisor = Supervisor(console, plan.grace_s)
         try:
             token_file = plan.token_file or os.environ.get("TFPS_TOKEN_FILE", "").strip()
             if not token_file:  # only this user can read one that is made here, and it goes with the job
                 token_file = stack.enter_context(secret_file(secrets.token_urlsafe(32)))
             plan = replace(plan, token_file=token_file)
+            if said := misplaced(plan):
+                print(f"tfps_launch: {said}", file=sys.stderr, flush=True)
             with supervisor:
                 code, message = run(plan, supervisor, engine_of(plan, os.environ))
         except ConfigError as error:
@@ -455,11 +475,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             code, message = 1, f"cannot start a process: {error}"
         if supervisor.unheard:
             names = ", ".join(process.command.title for process in supervisor.unheard)
-            print(
-                f"tfps_launch: {names}: no answer; a host ends by itself within {SILENCE_S:g} s what it runs for a "
-                "launcher that it does not hear",
-                file=sys.stderr,
+            console.say(
+                f"{names}: no answer; a host ends by itself within {SILENCE_S:g} s what it runs for a launcher that it "
+                "does not hear"
             )
-    if message:
-        print(f"tfps_launch: {message}", file=sys.stderr)
+        if message:
+            console.say(message)
     return code

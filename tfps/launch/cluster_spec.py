@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tfps.config import Launch, check_address
+from tfps.config import Config, Launch, check_address
 from tfps.errors import ConfigError
 from tfps.types import Json
 
@@ -79,8 +80,14 @@ def locate(pservers: Sequence[str] | None, environment: Mapping[str, str] | None
     tasks = _from_tf_config(text) if text.strip() else Tasks("TF_CONFIG")
     if tasks.is_evaluator and launch.rank is None:
         return Cluster(job=launch.job)
-    if isinstance(pservers, str):
-        raise ConfigError(f"pservers must be a list of 'host:port', got the string {pservers!r}; write [{pservers!r}]")
+    if isinstance(pservers, str) or not isinstance(pservers, Iterable | None):
+        if isinstance(pservers, str):
+            instead = f"write [{pservers!r}]"
+        elif isinstance(pservers, Config):
+            instead = "write tfps.Strategy(config=...)"
+        else:
+            instead = "numbers of processes are for who starts them: tfps_launch --workers 2 --pservers 2 script.py"
+        raise ConfigError(f"pservers must be a list of 'host:port', got {reprlib.repr(pservers)}; {instead}")
     if pservers is not None and not pservers:
         raise ConfigError(
             "pservers must name at least one 'host:port', got an empty list; leave it out for an embedded pserver"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tfps.errors import ConfigError
-from tfps.launch.job import LOOPBACK, Host, Placement, Task, checked_hosts, families
+from tfps.launch.job import HASHES_ALIKE, LOOPBACK, Host, Placement, Task, checked_hosts, families
 from tfps.launch.remote import Request, output_of, share_of_gpus
 from tfps.launch.supervisor import SSH_FAILED, Command
 
@@ -53,12 +53,19 @@ _SRUN_NOISE = re.compile(
     r"srun: cluster configuration lacks support for cpu binding"  # which none needs none
 )
 LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-_QUIET = {LOG_LEVEL: "2"}  # errors only; by default for all processes
-# Says nothing but how TensorFlow was built, and is written before it reads the level.
+_DEFAULTS = {LOG_LEVEL: "2", **HASHES_ALIKE}  # of all processes; 2: errors only
+# Says nothing but how TensorFlow was built and that there is no GPU, whatever the level.
 NOTE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     r"|I0000 .*\] (oneDNN custom operations are on\.|Could not find cuda drivers on your machine)"
+    r"|.*\] (Unable to register cu\w+ factory|computation placer already registered)"
+    r"|.*\] failed call to cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"  # 303: no driver is installed
 )
+
+
+def wants_notes(level: str | None) -> bool:
+    """Whether somebody who sets TensorFlow's log level to `level` asks for more than errors; None: nobody has."""
+    return level is not None and not (level.strip().isdecimal() and int(level) >= int(_DEFAULTS[LOG_LEVEL]))
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Engine:
             if name != "TF_CONFIG" and not name.startswith("TFPS_TLS_")
         }
         # Unbuffered: lines are shown as they are written.
-        variables = {"PYTHONUNBUFFERED": "1", **_QUIET, **kept, **self.chosen, **task.variables}
+        variables = {"PYTHONUNBUFFERED": "1", **_DEFAULTS, **kept, **self.chosen, **task.variables}
         return Command(task.name, task.argv, {**variables, **share_of_gpus(variables, task.local_rank)}, task.colour)
 
     def explain(self, host: str, code: int, answered: bool) -> str:
@@ -127,7 +134,7 @@ class Remote(Engine, ABC):
             for name, value in self.environment.items()
             if name.startswith(_CARRIED) and name not in ("TF_CONFIG", "TFPS_TOKEN_FILE")
         }
-        variables = {**_QUIET, **carried, **self.chosen, **task.variables}
+        variables = {**_DEFAULTS, **carried, **self.chosen, **task.variables}
         request = Request(
             task.argv, self.directory, variables, self.grace_s, task.local_rank, self.token, silence_s=SILENCE_S
         )

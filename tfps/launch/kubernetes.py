@@ -18,7 +18,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from string import Template
 
 from tfps.errors import ConfigError
-from tfps.launch.job import Job
+from tfps.launch.job import HASHES_ALIKE, Job
 from tfps.types import Json
 
 PORT = 7070  # where workers reach a pserver; slices go to the next port
@@ -134,6 +134,15 @@ class KubernetesJob:
         """The name and number of a pserver's port."""
         return _TF_PORT if self.form == "tfjob" else ("grpc", PORT)
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """A pserver's ports by name."""
+        name, number = self.port
+        ports = {name: number}
+        if not self.tls_secret:  # data connections have no TLS
+            ports["data"] = number + 1
+        return ports if self.metrics_port is None else {**ports, "metrics": self.metrics_port}
+
     def hosts(self, name: str) -> list[str]:
         """The pservers' hosts as workers call them. Short names: pods look in their own namespace."""
         pattern = {
@@ -247,12 +256,15 @@ def as_yaml(job: KubernetesJob, argv: Sequence[str]) -> str:
         "whole": job.min_workers is None,
         **{f"{role}_labels": _labels(job, role) for role in ("pserver", "worker", "token", "runtime")},
         "labels": _labels(job, "job"),
+        "job_pods": _labels(job),
+        "own_ports": _items({"port": port} for name, port in job.ports.items() if name != "metrics"),
+        "metrics_port": job.metrics_port or "",
     }
     if job.generate_token:
         made += _filled("token", **values, secret=_text(job.secret), token=secrets.token_hex(32))
     made += _filled(job.form, **values, **_pods(job))
     if job.form != "runtime":
-        made += _filled("budgets", **values)
+        made += _filled("budgets", **values) + _filled("network_policy", **values)
     return made + (_filled("service_monitor", **values) if job.service_monitor else "")
 
 
@@ -289,10 +301,11 @@ def _items(values: Iterable[Json]) -> str:
     return "\n".join(f"- {_text(value)}" for value in values)
 
 
-def _labels(job: KubernetesJob, role: str) -> str:
-    """What all pods of a role have, and nothing else."""
+def _labels(job: KubernetesJob, role: str = "") -> str:
+    """What all pods of a role, or of the job, have, and nothing else."""
     about = "app.kubernetes.io"
-    return f'{{{about}/name: tfps, {about}/instance: "{job.name}", {about}/component: {role}}}'
+    component = f", {about}/component: {role}" if role else ""
+    return f'{{{about}/name: tfps, {about}/instance: "{job.name}"{component}}}'
 
 
 def _pods(job: KubernetesJob) -> dict[str, Json]:
@@ -305,16 +318,13 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
     place = [*named, _from_field("TFPS_RANK", _RANK), *_environment(variables)]
     if of_operator:  # which sets TF_CONFIG
         place = _environment({"TFPS_JOB": job.name, **launch.pserver_variables()})
-    port, number = job.port
-    ports = {port: number}
+    (port, number), ports = job.port, job.ports
     arguments = launch.pserver_arguments("0.0.0.0", number, job.metrics_port)
-    if not job.tls_secret:  # data connections have no TLS
-        ports["data"] = number + 1
-        arguments += ["--data-port", str(number + 1)]
-    if job.metrics_port is not None:
-        ports["metrics"] = job.metrics_port
+    if "data" in ports:
+        arguments += ["--data-port", str(ports["data"])]
+    if "metrics" in ports:
         arguments += ["--metrics-host", "0.0.0.0"]
-    settings = {"TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S), "PYTHONUNBUFFERED": "1"}
+    settings = {"TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S), "PYTHONUNBUFFERED": "1", **HASHES_ALIKE}
     elastic = job.min_workers is not None
     if elastic:
         settings["TFPS_MIN_WORKERS"] = str(job.min_workers)
@@ -327,6 +337,7 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         "user": job.user,
         "not_root": job.user != 0,
     }
+    probe = "httpGet: {path: /healthz, port: metrics}" if "metrics" in ports else f"tcpSocket: {{port: {port}}}"
     pserver = _filled(
         "pod",
         **common,
@@ -340,7 +351,9 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         args=arguments,
         env=_items([*named, *_environment(launch.pserver_variables())]),
         ports=_items({"name": name, "containerPort": listens} for name, listens in ports.items()),
-        probe="httpGet: {path: /healthz, port: metrics}" if "metrics" in ports else f"tcpSocket: {{port: {port}}}",
+        probe=probe,
+        ready=probe.replace("/healthz", "/busy"),
+        metrics="metrics" in ports,
         resources=_resources(job.pserver_resources, {}),
         never=not of_job and not of_operator,
     )
@@ -348,7 +361,7 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
     worker = _filled(
         "pod",
         **common,
-        **dict.fromkeys(("pserver", "args", "ports", "probe"), ""),
+        **dict.fromkeys(("pserver", "args", "ports", "probe", "ready", "metrics"), ""),
         worker=True,
         grace=_LEAVE_S if elastic else "",
         labels=_labels(job, "worker"),

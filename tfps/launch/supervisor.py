@@ -166,11 +166,13 @@ class Supervisor:
 
     def __init__(self, console: Console, grace_s: float) -> None:
         self._console = console
+        self.say = console.say
         self._grace_s = grace_s
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
         self._remote_inputs: list[RemoteInput] = []
         self.unheard: list[Process] = []  # those on other hosts whose end nobody has seen
+        self.last: list[Process] = []  # that are ended after all others
         self._signals: list[int] = []  # ending signals not yet raised as Interrupted
         self._at_exit = contextlib.ExitStack()
 
@@ -192,6 +194,10 @@ class Supervisor:
         with self._at_exit:
             if isinstance(error, BrokenPipeError):
                 self._console.muted = True
+            if isinstance(error, Interrupted):
+                sys.stderr.write(f"tfps_launch: {error}: the whole job is being stopped\n")
+                sys.stderr.flush()
+            self.end([process for process in self._processes if process not in self.last])
             self.end(self._processes)
 
     def _on_signal(self, number: int, frame: object) -> None:

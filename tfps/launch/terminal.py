@@ -143,6 +143,10 @@ class Console:
         if live:
             self._put(False, live)
 
+    def say(self, line: str) -> None:
+        """Writes a line of the launcher itself."""
+        self.write("", 0, [f"tfps_launch: {line}"], error=True)
+
     def live(self, prefix: str, colour: int, line: str) -> None:
         """Shows an unfinished line below the others, replacing the one before; an empty one removes it."""
         if not self.redraws[0] or self.muted:

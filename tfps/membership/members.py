@@ -251,5 +251,8 @@ def first_difference(lines: Mapping[int, Sequence[str]], describe: Callable[[int
     for number, texts in enumerate(itertools.zip_longest(*map(lines.__getitem__, ranks), fillvalue="nothing"), 1):
         if len(set(texts)) > 1:
             each = "; ".join(f"{describe(rank)} has {text}" for rank, text in zip(ranks, texts, strict=True))
-            return f"the workers do not train the same, line {number} of what they declare differs: {each}"
+            return (
+                f"the workers do not train the same, line {number} of what they declare differs: {each}; every rank "
+                "must run the same program: the same calls of fit, evaluate and the like in the same order"
+            )
     return None

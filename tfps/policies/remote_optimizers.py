@@ -24,6 +24,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.patches import Patch, replaced, scope_outside
+from tfps.graph.unique_rows import made_unique
 from tfps.keras_hooks.keras_private import decays, product_of_momentums, strategy_of_optimizer, trained_variables
 from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot, RemoteUpdate, bring, pieces_of
@@ -267,11 +268,12 @@ class RemoteOptimizer(RemoteRule):
     def _dense(self, gradient: Value, variable: Variable) -> tf.Tensor:
         """`gradient` as pservers take it: float32, all rows."""
         if isinstance(gradient, tf.IndexedSlices):
-            if self._reading.rule not in ("sgd", "lion"):  # else rows may be added up first
+            # Else rows may be added up first.
+            if self._reading.rule not in ("sgd", "lion") and not made_unique(gradient.indices):
                 raise UnsupportedError(
                     f"variable {variable.name!r} has a sparse gradient (IndexedSlices, as of an embedding), whose rows "
                     f"{type(self.optimizer).__name__} of Keras squares one by one: update='server' takes sparse "
-                    f"gradients with SGD and Lion only; {_INSTEAD}"
+                    f"gradients with SGD and Lion only, or where a lookup takes each id once (tf.unique); {_INSTEAD}"
                 )
             gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
         gradient = tf.cast(gradient, tf.float32)

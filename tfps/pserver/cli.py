@@ -101,6 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Lines(logging.Formatter):
+    """Each line begins with the program's name, in place of that of the package where it has that."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"tfps_pserver: {super().format(record).removeprefix('tfps: ')}"
+
+
 def _at_signals(call: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: call())
@@ -119,7 +126,9 @@ def _serve(options: argparse.Namespace, security: Security) -> int:
     tune_malloc(one_arena=True)
     _allow_many_files()
     level = logging.WARNING if options.quiet else logging.INFO
-    logging.basicConfig(level=level, format="tfps_pserver: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    logging.basicConfig(level=level, handlers=[handler])
     stop = Flag()
     _at_signals(stop.set)
     host = options.host or default_host(security)

@@ -218,6 +218,8 @@ def table(look: Look) -> RenderableType:
         f"here {status.slices} slices with {_size(status.shard_bytes)}, {status.open_slices} of them wait for ranks"
     )
     lines: list[RenderableType] = [Text(line, no_wrap=True) for line in (process, work)]
+    if status.state == "running" and (new := [str(member.rank) for member in status.members if not member.step]):
+        lines.append(Text(f"rank {', '.join(new)}: no step yet, the first one is being built", no_wrap=True))
     if status.generation > 1:
         view = f"view {status.generation}: {len(status.present)} of {status.workers} workers take part; latest changes:"
         lines += [Text(line, style="yellow", no_wrap=True) for line in (view, *status.changes[-_CHANGES:])]

@@ -44,6 +44,7 @@ from tfps.wire.shared_memory import Attached, Place, Target
 
 logger = logging.getLogger("tfps")
 _MOST_STEPS = 2**62
+_EVERY_RANK = "every rank must call fit, evaluate and the like; `rank == 0` is for printing and saving"
 _SHOWN = 1000  # characters of an error in the log
 
 
@@ -256,7 +257,7 @@ class Job(Elastic):
 
     def _fail_left(self, late: Late, bucket: str) -> None:
         member = self._membership.members[late.rank]
-        why = "its data ended earlier or its script ended; give every worker the same number of batches"
+        why = f"its data ended earlier or its script ended; give every worker the same number of batches: {_EVERY_RANK}"
         if member.reason:
             why = f"it ended with {member.reason}"
         which = f"step {late.step} of bucket '{bucket}', for which others wait"
@@ -311,12 +312,13 @@ class Job(Elastic):
             late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
             if lost := [members.members[r] for r in late if r in gone]:
-                why = f": it ended with {lost[0].reason}" if lost[0].reason else ""
-                self.fail(WorkerLostError(f"{lost[0]} left before it had {what}{why}"))
+                why = f"it ended with {lost[0].reason}" if lost[0].reason else f"its script ended; {_EVERY_RANK}"
+                self.fail(WorkerLostError(f"{lost[0]} left before it had {what}: {why}"))
             self._raise_failure()
             declaration.lines.pop(rank, None)
             names = ", ".join(map(members.describe, late or members.not_streaming()))
-            raise WaitTimeoutError(f"not {what}: {names}")
+            hint = f" ({_EVERY_RANK})" if number else " (is it started? see its log)"
+            raise WaitTimeoutError(f"not {what}: {names}{hint}")
 
     def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._failure is not None or declaration.agreed:

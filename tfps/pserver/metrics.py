@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -26,6 +27,7 @@ except ImportError as error:
 
 _REQUEST_TIMEOUT_S = 10.0  # a silent client holds a thread no longer
 _MAX_REQUESTS = 16  # at a time; another one ends the oldest
+_IDLE_S = 600.0  # then no job is expected: workers that start again, or wait for pservers, take less
 _BACKLOG = 16  # connections that wait in the kernel
 
 _PER_JOB = {  # fields of a status
@@ -98,10 +100,15 @@ class _Handler(WSGIRequestHandler):
 
 
 class MetricsServer(Collector):
-    """Answers `/metrics` and `/healthz` on a thread "tfps-metrics" until `stop`. Port 0 picks a free one."""
+    """Answers `/metrics`, `/healthz` and `/busy` on a thread "tfps-metrics" until `stop`. Port 0 picks a free one.
 
-    def __init__(self, server: ParameterServer, host: str, port: int) -> None:
+    Args:
+        idle_s: seconds without a job until the pserver is no longer busy, as far as those who ask can tell.
+    """
+
+    def __init__(self, server: ParameterServer, host: str, port: int, *, idle_s: float = _IDLE_S) -> None:
         self._server = server
+        self._idle_s, self._used_s = idle_s, time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -158,14 +165,24 @@ class MetricsServer(Collector):
         self._thread.join()
         self._http.server_close()
 
+    def _busy(self) -> bool:
+        now_s, has_job = time.monotonic(), self._server.status().state not in ("idle", "failed")
+        if has_job:
+            self._used_s = now_s
+        return has_job or now_s < self._used_s + self._idle_s
+
     def _answer(self, environment: dict[str, object], start_response: Function) -> Iterable[bytes]:
         path = environment.get("PATH_INFO", "")
         if path == "/metrics":
             found: Iterable[bytes] = self._metrics(environment, start_response)
             return found
-        status, text = "404 Not Found", b"/metrics or /healthz\n"
-        if path == "/healthz":
-            status, text = ("503 Service Unavailable", b"stopping\n") if self._server.stopped else ("200 OK", b"ok\n")
+        status, text = "404 Not Found", b"/metrics, /healthz or /busy\n"
+        if path in ("/healthz", "/busy"):
+            status, text = "200 OK", b"ok\n"
+            if self._server.stopped:
+                status, text = "503 Service Unavailable", b"stopping\n"
+            elif path == "/busy" and not self._busy():
+                status, text = "503 Service Unavailable", b"idle\n"
         start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
         return [text]
 

@@ -23,6 +23,7 @@ from tfps.errors import (
     ProtocolError,
     PserverLostError,
     TfpsError,
+    WaitTimeoutError,
     WorkerLostError,
 )
 from tfps.exchange.parameter_shard import ParameterShard
@@ -56,6 +57,7 @@ _PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and a
 _OF_APPLICANT = ("job", "workers", "uid", "host", "pid", "pserver_index", "pservers", "incarnation")  # fields of a Join
 _UNREAD_S = 5.0  # for a worker to read the rest of a stream over gRPC whose job is over: until then it holds threads
 _RANK_DIGITS = 10  # of a rank, at most
+_ASKED_AGAIN = ("Declare",)  # calls that wait in pieces: one that ends without the others is no error
 _MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in the long run and at once
 
 
@@ -199,7 +201,8 @@ class ParameterServer:
                 reply.protocol_version = control.PROTOCOL_VERSION
             if name != "Leave":
                 reply.failure.CopyFrom(failure)
-                self._errors.add(name, error_from(failure.code, failure.text))
+                if not (name in _ASKED_AGAIN and isinstance(error, WaitTimeoutError)):
+                    self._errors.add(name, error_from(failure.code, failure.text))
         return reply
 
     def _join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tfps.errors import ConfigError
-from tfps.launch.job import Job, lasting_secret_file
+from tfps.launch.job import HASHES_ALIKE, Job, lasting_secret_file
 from tfps.types import Options
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -100,6 +100,12 @@ def as_options(resources: Mapping[str, float], runtime_env: Options | None) -> O
     if "memory" in others:
         named["memory"] = others.pop("memory")
     return {**named, "runtime_env": runtime_env} if runtime_env else named
+
+
+def hashes_alike(runtime_env: Options | None) -> Options:
+    """`runtime_env`, by default with one order of sets in all processes."""
+    given = runtime_env or {}
+    return {**given, "env_vars": {**HASHES_ALIKE, **given.get("env_vars", {})}}
 
 
 def check_placement(resources: Mapping[str, float] | None, strategy: str) -> None:

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from tfps.errors import ConfigError, PserverLostError, WaitTimeoutError
 from tfps.launch.job import Job
-from tfps.ray.job import Recovery, as_options, check_count, check_placement, check_pservers
+from tfps.ray.job import Recovery, as_options, check_count, check_placement, check_pservers, hashes_alike
 from tfps.ray.pservers import Deadline, Pservers, line
 from tfps.ray.workers import Workers
 from tfps.types import Options
@@ -82,7 +82,7 @@ def run(
                 f"({placement_strategy}), of which the cluster has {amounts} in all, used or not; ask for "
                 "less, wait for what uses it, or add nodes"
             )
-        crew = Workers(group, as_options(resources, runtime_env), recovery)
+        crew = Workers(group, as_options(resources, hashes_alike(runtime_env)), recovery)
         stack.callback(crew.end)
         servers = Pservers(crew.nodes(deadline), pservers, resources_per_pserver or {}, runtime_env)
         stack.callback(servers.end)

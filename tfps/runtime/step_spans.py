@@ -1,6 +1,6 @@
 """Turns the timestamps ("notes") that come with sends into a worker's spans of steps.
 
-Notes are wall clock seconds, to the microsecond; spans use the recorder's clock.
+Notes are wall clock seconds, to the microsecond, 0 if unknown; spans use the recorder's clock.
 
 Tested in tests/runtime/test_trace_run.py and tests/runtime/test_inner_step.py.
 """
@@ -72,7 +72,7 @@ class StepSpans:
         """Records a message of `transfer` in round `step` of its bucket; `done` is its `self.done` before the send."""
         self._rounds[transfer.bucket] = step
         first, *others = [each.numpy().tolist() for each in transfer.times]  # no TensorFlow ops: they cost more
-        ready = self._ns(max(first[0], *(each[0] for each in others)) if others else first[0])
+        ready = self._ns(max(first[0], *(each[0] for each in others)) if others else first[0]) or self.now()
         spec = transfer.spec
         self.ready(ready, transfer.bucket, spec, step, nbytes)
         begin, forward, wanted, opened = map(self._ns, first[1:]) if len(first) > 1 else (0, 0, 0, 0)
@@ -104,6 +104,8 @@ class StepSpans:
 
     def inner_step(self, graph_run: int, times: Sequence[float], awaited: Sequence[Awaited]) -> None:
         """Records a step of a local mode. The end of the last exchange of a bucket opened its gate, if it did wait."""
+        if not times[0]:  # a graph without clock
+            return
         ready, begin, forward, *waits = map(self._ns, (times[0], *times[2:]))
         for (bucket, spec, variable), wanted, opened in zip(awaited, waits[::2], waits[1::2], strict=True):
             done, end = self.done.get(bucket, (-1, 0))
@@ -142,8 +144,8 @@ class StepSpans:
         bucket, spec = transfer.bucket, transfer.spec
         if isinstance(transfer, DeferredUpdate):
             self._span("update", begin_ns, end_ns, step=step, bucket=bucket, priority=spec.priority)
-        elif transfer.times:
-            self.waited(self._ns(transfer.times[0].numpy().item(0)), end_ns, bucket, spec, step)
+        elif transfer.times and (begin := self._ns(transfer.times[0].numpy().item(0))):
+            self.waited(begin, end_ns, bucket, spec, step)
 
     def looked_up(
         self, begin_ns: int, bucket: int, spec: BucketSpec, step: int, rows: int, *, trains: bool = True

@@ -21,6 +21,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from tfps import __version__
 from tfps.config import TraceRequest
 from tfps.errors import ConfigError, TfpsError
+from tfps.graph.ops import has_clock
 from tfps.runtime.runtime import Runtime
 from tfps.trace.capture import NONE, Capture, Process, Setting, by_lane, rows
 from tfps.trace.capture_file import chrome_path, write_chrome
@@ -136,6 +137,11 @@ class TraceRun:
     def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None, *, of_fit: bool = False) -> None:
         if name is not None and not re.fullmatch(r"[^/\\\0.][^/\\\0]*", name):
             raise ConfigError(f"name of a trace must be a file name, because the run gets it, got {name!r}")
+        if not has_clock():
+            logger.warning(
+                "tfps: tf.config.experimental.enable_op_determinism() leaves a step's graph no clock: this capture has "
+                "messages and updates, but no steps and no waits"
+            )
         self._runtime, self._log_dir = runtime, Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")
         runtime.exchange.captures.start()

@@ -337,7 +337,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             reduce = super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce
             with own_losses():
                 return reduce(reduce_op, value, options)
-        flat, common = self._with_common_rows(flat)
+        flat, marks = self._with_marks(flat)
         local, own = flat, [count.part(each) for each in flat]
         replica = distribute_lib.get_replica_context()._replica_id
         key = () if tf.executing_eagerly() else self.scheduler.next_reduction(replica)
@@ -353,20 +353,20 @@ class Extended(mirrored_strategy.MirroredExtended):
         else:
             summed = self._reductions.sum_all(own, key)
             for number, each in enumerate(summed):
-                if number in common:
-                    summed[number] = common_rows.merge(each, self._num_replicas_in_sync)
+                if number in marks:
+                    summed[number] = common_rows.merge(each, self._num_replicas_in_sync, marks[number])
                 elif is_reducing_gradients() and tf.executing_eagerly() and isinstance(each, tf.IndexedSlices):
-                    common_rows.say_if_common(each, self._num_replicas_in_sync)
+                    common_rows.say_if_common(own[number], each, self._num_replicas_in_sync)
         if key and reduce_op == _SUM:
             reduction = Reduction(len(flat), count)
             for number, (gradient, result) in enumerate(zip(local, summed, strict=True)):
-                self.scheduler.note_reduced(Reduced(gradient, result, reduction, number in common))
+                self.scheduler.note_reduced(Reduced(gradient, result, reduction, marks.get(number)))
         if reduce_op == _MEAN and not mean:
             summed = [divide(each, self._num_replicas_in_sync) for each in summed]
         return tf.nest.pack_sequence_as(value, summed)
 
-    def _with_common_rows(self, gradients: list[Value]) -> tuple[list[Value], set[int]]:
-        """Returns `gradients`, and which of them have slices that are marked: those of all replicas."""
+    def _with_marks(self, gradients: list[Value]) -> tuple[list[Value], dict[int, common_rows.Marks]]:
+        """Returns `gradients`, and by place what is marked of them: slices that are to be summed."""
         marks = not self._reductions.estimates and self._num_replicas_in_sync > 1 and is_reducing_gradients()
         share = current_share() if marks else None
         marked = {
@@ -374,7 +374,8 @@ class Extended(mirrored_strategy.MirroredExtended):
             for place, each in enumerate(gradients)
             if marks and isinstance(each, tf.IndexedSlices) and (found := common_rows.mark(each, share)) is not None
         }
-        return [marked.get(place, each) for place, each in enumerate(gradients)], set(marked)
+        flat = [marked[place][0] if place in marked else each for place, each in enumerate(gradients)]
+        return flat, {place: found for place, (_, found) in marked.items()}
 
     def _sum_locally(self, own: list[Value], replica: int, key: tuple[Hashable, ...], options: object) -> list[Value]:
         """Sums `own` over the local replicas, in a graph; IndexedSlices are concatenated."""

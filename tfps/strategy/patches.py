@@ -12,9 +12,12 @@ import functools
 
 from tfps.graph import patches, tf_private
 from tfps.graph.patches import Patch
+from tfps.input import caches  # noqa: F401  # hooks
 from tfps.keras_hooks import (  # noqa: F401  # hooks
     agreed_logs,
     checkpoint,
+    differentiated,
+    generators,
     hooks,
     joining,
     layers,

@@ -12,16 +12,17 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfps.config import Config, Launch, Security, TraceRequest, unknown_variables
+from tfps.config import Config, Launch, Security, TraceRequest, checks_names, ignored_variables, unknown_variables
 from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import check_effects
+from tfps.input.caches import cache_apart
 from tfps.keras_hooks.random_numbers import share_random_states
 from tfps.launch.cluster_spec import Cluster, cluster_of, from_tasks, locate, pservers_of, started_with
 from tfps.launch.rendezvous import rendezvous
@@ -33,6 +34,7 @@ from tfps.strategy.extended import Extended
 from tfps.strategy.patches import install_all
 from tfps.strategy.preemption import leave_on_sigterm
 from tfps.strategy.table_files import restore_tables, save_tables
+from tfps.strategy.tasks import Resolver, resolver_of
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.embedded import EmbeddedExchange
@@ -125,6 +127,7 @@ class Strategy(BaseStrategy):
         WaitTimeoutError: not all workers joined within `config.connect_timeout_s`.
     """
 
+    @checks_names("tfps.Strategy")
     def __init__(
         self,
         pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -136,19 +139,19 @@ class Strategy(BaseStrategy):
             raise ConfigError(f"config must be a tfps.Config, got {config!r}")
         self.config = Config.from_environment() if config is None else config
         request = TraceRequest.from_environment()
-        _show_messages()
+        _show_messages(config)
         cluster = find(pservers, self.config)
         self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
-        if isinstance(devices, str) or (devices is not None and not devices):
+        if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable) or not devices):
             raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
         devices = devices or [gpu.name for gpu in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
         check_effects()
+        is_resolver = isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver)
+        self._resolver = pservers if is_resolver else None
         self._user = next(_users)
         try:
             self._connection = _connect(cluster, self.config, self._user)
         except TfpsError as error:
-            if not tf.debugging.is_traceback_filtering_enabled():
-                raise
             raise outlined(error) from None  # its text has what gRPC said
         self._runtime = self._connection.runtime
         record_unattended(self._runtime, request)
@@ -190,6 +193,15 @@ class Strategy(BaseStrategy):
     def pservers(self) -> tuple[str, ...]:
         """Addresses of the pservers; empty when the pserver is embedded."""
         return self._connection.cluster.pservers
+
+    @property
+    def cluster_resolver(self) -> Resolver:
+        """Which task of the job this process is, for programs that ask for the chief; `rank == 0` says it shorter.
+
+        What `pservers` or TF_CONFIG has, if this process is there. Else its `task_type` is "worker", its `task_id` the
+        rank, and its `cluster_spec()` has all workers, by names without addresses, and pservers.
+        """
+        return resolver_of(self, self._resolver)
 
     def report(self) -> Report:
         """Returns where the last steps' time went on this worker, what limits speed and what would help; printable.
@@ -334,18 +346,21 @@ class Strategy(BaseStrategy):
             self.extended.states.finish()
 
 
-def _show_messages() -> None:
-    """Logs events, such as the chosen sizes, to stderr, one line each, unless the program has set up logging."""
+def _show_messages(own: Config | None) -> None:
+    """Logs events, such as the chosen sizes, to stderr, one line each, unless the program has set up logging.
+
+    `own`: the program's config, by which variables may have no effect.
+    """
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
-    _warn_of_unknown_variables()
+    for line in [*unknown_variables(), *([] if own is None else ignored_variables(own))]:
+        _warn_once(line)
 
 
-@functools.cache  # once per process
-def _warn_of_unknown_variables() -> None:
-    for line in unknown_variables():
-        logger.warning("tfps: %s", line)
+@functools.cache  # per process
+def _warn_once(line: str) -> None:
+    logger.warning("tfps: %s", line)
 
 
 class _Connection:
@@ -391,6 +406,8 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     connection.users[user] = contextlib.ExitStack()
     try:
         share_random_states(connection.runtime, for_newcomers=config.min_workers is not None)
+        exchange = connection.runtime.exchange
+        cache_apart(exchange.rank, exchange.view.workers, changes=config.min_workers is not None)
     except BaseException:
         connection.runtime.close(drain=False)
         raise

@@ -55,7 +55,12 @@ class Reduced:
     gradient: Value
     result: Value
     reduction: Reduction
-    common: bool = False  # some slices of the gradient are marked as those of all replicas (common_rows.py)
+    marks: common_rows.Marks | None = None  # of slices of the gradient that are to be summed
+
+    @property
+    def common(self) -> bool:
+        """Whether some slices are those of all replicas."""
+        return self.marks is not None and self.marks.common
 
 
 @dataclass(eq=False)
@@ -223,8 +228,8 @@ class PlannedBucket(Deferral):
             before = len(ops.get_default_graph().get_operations())
             with tf.device(component.device), context:
                 gradient = _gradient(item, piece, indices)
-                if item.reduced.common:
-                    gradient = common_rows.merge(gradient, self.strategy.num_replicas_in_sync)
+                if (marks := item.reduced.marks) is not None:
+                    gradient = common_rows.merge(gradient, self.strategy.extended._num_replicas_in_sync, marks)
                 arguments = [self.keep(a) if tf.is_tensor(a) else a for a in item.arguments]
                 item.function(component, gradient, *arguments)
             written.append(ops.get_default_graph().get_operations()[before:])

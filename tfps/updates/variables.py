@@ -19,9 +19,9 @@ import tensorflow as tf
 from numpy.typing import DTypeLike
 
 from tfps.errors import UnsupportedError
-from tfps.graph.ops import HOST, Gate, computed_from, is_argument, outside, pass_gate, write_after
+from tfps.graph.ops import HOST, Gate, computed_from, is_argument, outside, pass_gate, place_of, write_after
 from tfps.graph.patches import replaced
-from tfps.graph.shares import current_share
+from tfps.graph.shares import Share, current_share
 from tfps.graph.tf_private import (
     ResourceVariable,
     distribute_lib,
@@ -186,6 +186,7 @@ class GatedVariable(Converted, values.MirroredVariable):
     group = 0  # its number; 0: none
     remote: RemoteParameter | None = None  # if pservers update it
     written_in_graph = False  # by a function of the program, at some time
+    batch_statistic = False  # of a replica's batch, as documented: of Keras' BatchNormalization
     never_combined = False  # replicas step alike, or each worker has a value of its own
     global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer_optimizer.py
 
@@ -366,6 +367,8 @@ class GatedVariable(Converted, values.MirroredVariable):
             return share.only_if_rows(value)
         if self.local and not share.depends_on_rows(value):
             return value
+        if self.local:
+            self._check_mean(share, value)
         if self.local and tf.executing_eagerly() and share.step == "training":
             part = share.only_if_rows(value * share.weight(tf.cast(share.even, self.dtype), exchange=True))
             return self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
@@ -377,6 +380,26 @@ class GatedVariable(Converted, values.MirroredVariable):
         counted = tf.where(tf.equal(relative, 1), value, kept + relative * (value - kept))
         # Where nobody knows the rows of all, nothing is weighted: then a replica without rows changes nothing.
         return share.only_if_rows(counted, tf.where(tf.equal(relative, 0), kept, start))
+
+    def _check_mean(self, share: Share, value: Value) -> None:
+        """Raises UnsupportedError if `value` (or a change), of a step's graph, is not known to be a mean over rows.
+
+        The mean over replicas is then not that of one process. With `aggregation="mean"` a program asks for it.
+        """
+        asked = self._aggregation == tf.VariableAggregation.MEAN or self.batch_statistic
+        alone = isinstance(share.replicas, int) and share.replicas == 1
+        if asked or alone or share.graph is None or not tf.is_symbolic_tensor(value):  # eagerly nobody can tell
+            return
+        kind = share.kinds.of(value)
+        if not kind.is_mean:
+            raise UnsupportedError(
+                f"variable {self.name!r} is averaged over replicas, as moving statistics are, but what a step assigns "
+                f"{kind.words} (at {place_of(share.kinds.origin(value).op)}), so the average is not what one process "
+                "has. Compute it from all rows: context = tf.distribute.get_replica_context(), then "
+                "context.all_gather(rows, axis=0) for rows, a queue or a maximum, and "
+                "context.all_reduce(tf.distribute.ReduceOp.SUM, sums) for sums and counts. If the average over "
+                "replicas is meant, create the variable with aggregation='mean'"
+            )
 
     def take_combined(self, value: Value) -> None:
         for component in self._values:

@@ -101,8 +101,7 @@ class Tuner:
         busy = [Throughput(b.nbytes - a.nbytes, b.seconds - a.seconds) for a, b in zip(then, busy, strict=True)]
         if max(one.seconds for one in busy) < _BUSY_S:
             if steps >= self._first[1] + _GIVE_UP_STEPS:
-                self.done = True
-                logger.info("tfps: the network keeps up: slices and windows stay as they are")
+                self.done = True  # the network keeps up: sizes stay as they are
             return
         step_s = (now_s - self._first[0]) / (steps - self._first[1])
         measured = measure(busy, self._round_trip_s, self._message_s, step_s)
@@ -144,7 +143,7 @@ class Tuner:
         self._sizes = slice_bytes, window_bytes
         self._tune(slice_bytes, window_bytes)
         logger.info(
-            "tfps: tuned: slices of %.0f KiB, windows of %.0f KiB (%.0f MB/s, round trip %.2f ms, %.2f ms per message)",
+            "tfps: tuned: slices of %.0f KiB, windows of %.0f KiB (%.3g MB/s, round trip %.2f ms, %.2f ms per message)",
             slice_bytes / 1024,
             window_bytes / 1024,
             measured.bytes_per_s / 1e6,

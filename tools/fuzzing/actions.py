@@ -19,7 +19,7 @@ from tools.fuzzing.cases import (
     Resume,
     Save,
 )
-from tools.fuzzing.expressions import CALLBACKS, LOSSES, OTHER_LOSSES, loss_of, optimizer
+from tools.fuzzing.expressions import CALLBACKS, LOSSES, OF_BATCHES, OTHER_LOSSES, loss_of, optimizer
 from tools.fuzzing.layers import CLASSES
 
 
@@ -28,6 +28,9 @@ def action_lines(case: Case, action: Action, number: int) -> Iterator[str]:
     name = f"{number}"
     yield f"# {number}: {action!r}"
     if isinstance(action, Fit):
+        if action.again:
+            yield f"source{number} = {_source(case, action, number)}"
+            yield f"model.fit({_fit(case, action, number, '[]')})"
         if action.interrupted:
             yield "with contextlib.suppress(KeyboardInterrupt):"
             interrupt = f"Interrupt({action.interrupted})"
@@ -40,17 +43,17 @@ def action_lines(case: Case, action: Action, number: int) -> Iterator[str]:
             yield f'job.note_csv("{name}")'
     elif isinstance(action, Evaluate):
         arrays = "held_x, held_y, held_weights" if action.weighted else "held_x, held_y"
-        if action.input == "arrays":
+        if action.input == "arrays" and not case.network.edges:
             weights = ", sample_weight=held_weights" if action.weighted else ""
             given = f"held_x, held_y{weights}, batch_size={case.batch}"
         else:
-            given = _input(action.input, case.batch, arrays, 0)
+            given = _input(case, action.input, arrays)
         yield f"result = model.evaluate({given}, return_dict=True, verbose=0)"
         yield f'job.found.update({{f"evaluated/{name}/{{key}}": np.asarray(value) for key, value in result.items()}})'
     elif isinstance(action, Predict):
         given = f"held_x, batch_size={case.batch}"
-        if action.input != "arrays":
-            given = _input(action.input, case.batch, "held_x", 0)
+        if action.input != "arrays" or case.network.edges:
+            given = _input(case, action.input, "held_x")
         yield f"predictions = tf.nest.flatten(model.predict({given}, verbose=0))"
         yield (
             f'job.found.update({{f"predictions/{name}/{{index}}": value for index, value in enumerate(predictions)}})'
@@ -68,7 +71,7 @@ def action_lines(case: Case, action: Action, number: int) -> Iterator[str]:
             yield "compiled(job, model)"
     elif isinstance(action, Loop):
         loss = loss_of(case, "none")
-        dataset = _input("tf.data", case.batch, "x, y", 0)
+        dataset = _input(case, "tf.data", "x, y")
         made = f"lambda: {optimizer(case.optimizer)}"
         yield f'losses = loop(job, model, {made}, {loss}, {dataset}, {case.batch}, {action.epochs}, "{action.how}")'
         yield f'job.found["losses/{name}"] = losses'
@@ -91,33 +94,44 @@ def action_lines(case: Case, action: Action, number: int) -> Iterator[str]:
         yield f'job.note_exported("{name}", job.path("exported{name}"), {inputs})'
 
 
-def _input(kind: str, batch: int, arrays: str, seed: int) -> str:
-    """The expression of a dataset of `arrays`, names with commas between them."""
+def _input(case: Case, kind: str, arrays: str, seed: int = 0) -> str:
+    """The expression of a dataset of `arrays`, names with commas between them; where there are graphs, of any kind."""
     dataset = f"tf.data.Dataset.from_tensor_slices(({arrays}))"
     if "," not in arrays:
         dataset = f"tf.data.Dataset.from_tensor_slices({arrays})"
+    batches, given = f".batch({case.batch})", f"Batches({case.batch}, {arrays})"
+    if case.network.edges:
+        batches, given = f"{batches}.map(as_graph)", f"Graph{given}"
     return {
-        "tf.data": f"{dataset}.batch({batch})",
-        "tf.data shuffled": f"{dataset}.shuffle(50, seed={seed}, reshuffle_each_iteration=False).batch({batch})",
-        "tf.data reshuffled": f"{dataset}.shuffle(50, seed={seed}).batch({batch})",
-        "tf.data without a seed": f"{dataset}.shuffle(50).batch({batch})",
-        "tf.data, number of batches unknown": f"without_cardinality({dataset}.batch({batch}))",
-        "PyDataset": f"Batches({batch}, {arrays})",
-        "generator": f"endless(Batches({batch}, {arrays}))",
+        "arrays": f"{dataset}{batches}",
+        "tf.data": f"{dataset}{batches}",
+        "tf.data shuffled": f"{dataset}.shuffle(50, seed={seed}, reshuffle_each_iteration=False){batches}",
+        "tf.data reshuffled": f"{dataset}.shuffle(50, seed={seed}){batches}",
+        "tf.data without a seed": f"{dataset}.shuffle(50){batches}",
+        "tf.data, number of batches unknown": f"without_cardinality({dataset}{batches})",
+        "tf.data unordered map": f"unordered_map({dataset}){batches}",
+        "tf.data unordered interleave": f"unordered_interleave({dataset}){batches}",
+        "PyDataset": given,
+        "generator": f"endless({given})",
     }[kind]
+
+
+def _source(case: Case, fit: Fit, number: int) -> str:
+    return _input(case, fit.input, "x, y, weights" if fit.weighted == "sample_weight" else "x, y", case.seed + number)
 
 
 def _fit(case: Case, fit: Fit, number: int, callbacks: str) -> str:
     """The arguments of `fit`."""
     weighted = fit.weighted == "sample_weight"
     options = []
-    if fit.input in ("arrays", "tensors"):
+    if fit.input in ("arrays", "tensors") and not case.network.edges:
         arrays = "x, y"
         if fit.input == "tensors":
             arrays = "*tf.nest.map_structure(tf.constant, (x, y))"
         options = [arrays, *(["sample_weight=weights"] if weighted else []), f"batch_size={case.batch}"]
     else:
-        options = [_input(fit.input, case.batch, "x, y, weights" if weighted else "x, y", case.seed + number)]
+        source = _source(case, fit, number)
+        options = [f"source{number}" if fit.again else source]
     options += [f"epochs={fit.epochs}", f"shuffle={fit.shuffle}"]
     if fit.weighted == "class_weight":
         options.append("class_weight={0: 0.5, 1: 1.0, 2: 2.0, 3: 1.5}")
@@ -130,7 +144,7 @@ def _fit(case: Case, fit: Fit, number: int, callbacks: str) -> str:
                 "weighted validation_data": (
                     f"validation_data=(held_x, held_y, held_weights), validation_batch_size={case.batch}"
                 ),
-                "validation_data of tf.data": f"validation_data={_input('tf.data', case.batch, 'held_x, held_y', 0)}",
+                "validation_data of tf.data": f"validation_data={_input(case, 'tf.data', 'held_x, held_y')}",
             }[fit.validation]
         )
     if fit.steps:
@@ -155,20 +169,25 @@ def _on_batch(case: Case, action: OnBatch, name: str) -> Iterator[str]:
     yield f'job.note("{name}", model)'
 
 
+def custom_objects(case: Case) -> str:
+    """What `load_model` is told of the classes and functions of the program's own: its last argument, or nothing."""
+    own = [CLASSES[layer] for layer in case.network.layers if layer in CLASSES]
+    own += ["Neighbours"] * case.network.edges
+    own += ["Guided"] * (case.step != "Keras' train_step")
+    own += ["Rows"] * ("Rows" in (*case.metrics, *case.weighted_metrics))
+    own += [OF_BATCHES[name] for name in case.metrics if name in OF_BATCHES]
+    losses = LOSSES[case.network.task, case.loss], OTHER_LOSSES[case.network.other_loss]
+    own += [loss.partition("(")[0] for loss in losses if not loss.startswith(("keras", '"'))]
+    objects = ", ".join(f"{each!r}: {each}" for each in dict.fromkeys(own))
+    return f", custom_objects={{{objects}}}" if objects else ""
+
+
 def _save(case: Case, action: Save, name: str) -> Iterator[str]:
     if action.what == "model.keras":
-        classes = [CLASSES[layer] for layer in case.network.layers if layer in CLASSES]
-        classes += ["Guided"] * (case.step != "Keras' train_step")
-        classes += ["Rows"] * ("Rows" in (*case.metrics, *case.weighted_metrics))
-        own = LOSSES[case.network.task, case.loss], OTHER_LOSSES[case.network.other_loss]
-        classes += [loss.partition("(")[0] for loss in own if not loss.startswith(("keras", '"'))]
-        classes = list(dict.fromkeys(classes))
-        objects = ", ".join(f"{each!r}: {each}" for each in classes)
-        objects = f", custom_objects={{{objects}}}" if objects else ""
         yield f'model.save(job.path("{name}-saved.keras"))'
         yield f'job.note_files("{name}")'
         yield "with job.scope():"
-        yield f'    model = keras.models.load_model(job.path("{name}-saved.keras"){objects})'
+        yield f'    model = keras.models.load_model(job.path("{name}-saved.keras"){custom_objects(case)})'
     else:
         yield f'model.save_weights(job.path("{name}-saved.weights.h5"))'
         yield f'job.note_files("{name}")'

@@ -19,6 +19,7 @@ class Fit:
     Args:
         input: kind of the data.
         steps: `steps_per_epoch`; 0: all.
+        again: whether a first `fit` takes from the same generator.
         interrupted: 0, or the number of the batch, from 1, after which Ctrl-C comes; the same call follows.
     """
 
@@ -30,6 +31,7 @@ class Fit:
     steps: int = 0
     callbacks: tuple[str, ...] = ()
     interrupted: int = 0
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Network:
     other_loss: str = "mse"  # of the second output
     per_step: bool = False  # sequences: outputs have the steps of the input
     style: str = "functional"
+    edges: bool = False  # rows are nodes of graphs, one in each batch, with twice as many edges
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ class Case:
     eager: bool = False
     reordered: bool = False  # TensorFlow's arithmetic optimizer may reorder products, as it does unless told otherwise
     step: str = "Keras' train_step"
+    start: str = "built in the scope"
+    op_determinism: bool = False
     rows: int = 12
     batch: int = 12
     validation_rows: int = 12
@@ -162,9 +167,14 @@ class Case:
     @property
     def in_any_order(self) -> bool:
         """Whether a `fit` goes through its rows in an order of its own."""
-        return any(
+        return self.unordered or any(
             fit.input == "tf.data without a seed" or (self.place.own_orders and fit.shuffle) for fit in self.fits
         )
+
+    @property
+    def unordered(self) -> bool:
+        """Whether a dataset's order is another one each time, in plain Keras too."""
+        return any(fit.input.startswith("tf.data unordered") for fit in self.fits)
 
     @property
     def weighted(self) -> bool:

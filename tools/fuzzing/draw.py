@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Iterable
-from typing import TypeVar
+from collections.abc import Collection
 
 from tools.fuzzing.cases import (
     Action,
@@ -28,6 +27,7 @@ from tools.fuzzing.cases import (
     Save,
     features,
 )
+from tools.fuzzing.drawing import Drawing
 from tools.fuzzing.expressions import (
     CLIPPING,
     LOSSES,
@@ -38,6 +38,7 @@ from tools.fuzzing.expressions import (
     SCHEDULES,
     WITHOUT_REDUCTION,
 )
+from tools.fuzzing.kinds import with_kinds
 from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, TABLES, VECTORS
 
 _METRICS = {
@@ -48,29 +49,6 @@ _METRICS = {
 COMPRESSION = ("bfloat16", "float16", "int8", "topk:0.1", "onebit", "int8,*/bias=none")
 _OF_ROWS = {"R2Score", "F1Score", "MeanIoU"}  # metrics that take one output per row
 
-_T = TypeVar("_T")
-
-
-class Drawing:
-    """Draws values, none of which is in `without`."""
-
-    def __init__(self, numbers: random.Random, without: Collection[str]) -> None:
-        self._random, self._without = numbers, frozenset(without)
-
-    def one(self, values: Iterable[_T]) -> _T:
-        return self._random.choice([value for value in values if value not in self._without])
-
-    def rarely(self, feature: str, of: int = 4) -> bool:
-        """True once in `of` times."""
-        return feature not in self._without and self._random.randrange(of) == 0
-
-    def some(self, values: Iterable[str], most: int) -> tuple[str, ...]:
-        allowed = [value for value in values if value not in self._without]
-        return tuple(self._random.sample(allowed, min(self._random.randint(0, most), len(allowed))))
-
-    def number(self, least: int, most: int) -> int:
-        return self._random.randint(least, most)
-
 
 def draw(seed: str, workers: tuple[int, ...] = (1, 2, 3), without: Collection[str] = (), compressed: int = 6) -> Case:
     """The case of `seed` for some of these numbers of workers; no feature, nor "a + b" of several, is in `without`.
@@ -79,12 +57,14 @@ def draw(seed: str, workers: tuple[int, ...] = (1, 2, 3), without: Collection[st
     """
     numbers, apart = random.Random(seed), random.Random(f"{seed} compression")  # whose cases stay what they are
     rows = Drawing(random.Random(f"{seed} tables"), without)
+    kinds = Drawing(random.Random(f"{seed} kinds"), without)
     while True:
         case = _drawn(Drawing(numbers, without), workers)
         compression = _compression(Drawing(apart, without), compressed) if case.place.pservers else "no compression"
         case = _with_table(
             dataclasses.replace(case, place=dataclasses.replace(case.place, compression=compression)), rows
         )
+        case = with_kinds(case, kinds)
         if usable(case, without):
             return case
 

@@ -69,8 +69,11 @@ METRICS = {
     "TopK": "keras.metrics.SparseTopKCategoricalAccuracy(2)",
     "SparseCategoricalCrossentropy": "keras.metrics.SparseCategoricalCrossentropy(from_logits=True)",
     "Rows": 'Rows("z_rows")',
+    "mean over the batch": "mean_over_batch",
+    "part of the batch": "part_of_batch",
     "MeanIoU": "keras.metrics.MeanIoU(num_classes=4, sparse_y_pred=False)",
 }
+OF_BATCHES = {"mean over the batch": "mean_over_batch", "part of the batch": "part_of_batch"}  # functions
 CALLBACKS = {
     "EarlyStopping": (
         'keras.callbacks.EarlyStopping("{monitor}", min_delta=0.003, patience=1, restore_best_weights=True)'

@@ -15,6 +15,17 @@ CLASSES = {
     "metric in a layer": "Measuring",
     "function in a layer": "Nested",
     "positions": "Placed",
+    "unique lookup": "Unique",
+    "embedding_lookup_sparse": "Pooled",
+    "mean of ragged": "Gathered",
+    "boxes of rows": "Boxes",
+    "running maximum": "Largest",
+    "queue": "Queue",
+    "moving sum": "Total",
+    "rows counted": "Counted",
+    "square of a mean": "SquareOfMean",
+    "mean of squares": "MeanOfSquares",
+    "mean that is used": "Centred",
 }
 VECTORS: Table = {
     "Dense": ('h = keras.layers.Dense(5, activation="tanh")(h)', 1),
@@ -51,6 +62,15 @@ VECTORS: Table = {
         1,
     ),
 }
+NO_MEANS = ("running maximum", "queue", "moving sum", "rows counted", "square of a mean")  # over rows
+STATES: Table = {name: (f"h = {CLASSES[name]}()(h)", 1) for name in (*NO_MEANS, "mean of squares", "mean that is used")}
+SPARSE: Table = {"sparse Dense": ('h = keras.layers.Dense(5, activation="tanh")(h)', 1)}
+RAGGED: Table = {
+    "embedding_lookup_sparse": ("h = Pooled()(h)", 1),
+    "mean of ragged": ("h = Gathered()(h)", 1),
+}
+RAGGED_BOXES: Table = {"boxes of rows": ("h = Boxes()(h)", 1)}
+UNIQUE: Table = {"unique lookup": ("h = Unique()(h)", 2)}
 IMAGES: Table = {
     "Conv2D": ('h = keras.layers.Conv2D(3, 3, padding="same", activation="tanh")(h)', 3),
     "DepthwiseConv2D": ('h = keras.layers.DepthwiseConv2D(3, padding="same", activation="tanh")(h)', 3),

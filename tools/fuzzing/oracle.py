@@ -16,6 +16,7 @@ import numpy as np
 from tfps.types import Value
 from tools.fuzzing.cases import Case, Evaluate, Fit, Loop, OnBatch, Recompile, Resume, Save, features
 from tools.fuzzing.expressions import SCALAR
+from tools.fuzzing.layers import NO_MEANS
 
 Found = Mapping[str, Value]
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
@@ -36,6 +37,7 @@ class Rule:
         bitwise: None: does not matter.
         without: patterns of the names of results (or only their kind) that are not compared with the reference.
         own: as `without`, not compared between ranks either.
+        refused: words of tfps' error where it may refuse the program by name: one of them is in the error of each rank.
         why: a sentence.
     """
 
@@ -46,6 +48,7 @@ class Rule:
     bitwise: bool = True
     without: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 def _several(case: Case) -> bool:
@@ -59,6 +62,10 @@ def _uses(case: Case, *layers: str) -> bool:
 def _looks_up_positions_eagerly(case: Case) -> bool:
     in_loop = any(isinstance(each, Loop) and each.how == "eager steps" for each in case.actions)
     return (case.eager or in_loop) and _uses(case, "positions")
+
+
+def _sparse_gradients(case: Case) -> bool:
+    return _uses(case, "unique lookup", "embedding_lookup_sparse", "mean of ragged", "sparse Dense")
 
 
 def _clips(case: Case) -> bool:
@@ -174,6 +181,36 @@ RULES = (
         NOTHING,
     ),
     Rule(
+        "one generator for two calls",
+        lambda case: any(fit.again for fit in case.fits),
+        "Keras has read ahead, as far as chance had it",
+        NOTHING,
+    ),
+    Rule(
+        "first dimensions that differ",
+        lambda case: _several(case) and case.network.edges,
+        "what has no common first dimension cannot be cut into replicas' parts",
+        refused=("first dimension",),
+    ),
+    Rule(
+        "states that are no means over rows",
+        lambda case: _several(case) and _uses(case, *NO_MEANS),
+        "replicas' values cannot be combined to that of the whole batch",
+        refused=("mean over rows", "mean over the rows", "aggregation="),
+    ),
+    Rule(
+        "metrics of parts of batches",
+        lambda case: _several(case) and "part of the batch" in case.metrics,
+        "a function that returns one number for a batch has not said how numbers of two parts are combined",
+        without=("*/*part_of_batch",),
+    ),
+    Rule(
+        "sparse gradients under MirroredStrategy",
+        lambda case: _several(case) and _sparse_gradients(case) and _like_mirrored(case),
+        "MirroredStrategy's replicas have the same row several times",
+        NOTHING,
+    ),
+    Rule(
         "reshuffled",
         lambda case: (
             _several(case)
@@ -255,7 +292,7 @@ RULES = (
     ),
     Rule(
         "any order",
-        lambda case: _several(case) and case.in_any_order,
+        lambda case: (_several(case) and case.in_any_order) or case.unordered,
         "what one process would draw is not known, but that each epoch has all rows once",
         without=(
             *(
@@ -304,6 +341,7 @@ class Judgement:
     bitwise: bool
     without: frozenset[str]
     own: frozenset[str]
+    refused: frozenset[str]
     rules: tuple[str, ...]
 
     @staticmethod
@@ -315,8 +353,13 @@ class Judgement:
             reference = NOTHING
         without = frozenset().union(*(rule.without for rule in rules))
         own = frozenset().union(*(rule.own for rule in rules))
+        refused = frozenset().union(*(rule.refused for rule in rules))
         names = tuple(rule.name for rule in rules)
-        return Judgement(reference, all(rule.bitwise for rule in rules), without, own, names)
+        return Judgement(reference, all(rule.bitwise for rule in rules), without, own, refused, names)
+
+    def refuses(self, errors: Sequence[str]) -> bool:
+        """Whether all ranks have ended with `errors` that say by name what is not possible; "": one ended well."""
+        return all(any(words in error for words in self.refused) for error in errors)
 
 
 @dataclass(frozen=True)

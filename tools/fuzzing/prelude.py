@@ -61,7 +61,8 @@ class Job:
         lines = (self.folder / f"log{name}.{self.rank}.csv").read_text().splitlines()
         names, *rows = (line.split(",") for line in lines)
         for key, column in zip(names, zip(*rows)):
-            self.found[f"seen/{name}/csv/{key}"] = np.array([float(cell) for cell in column if cell != "NA"])
+            numbers = [float(cell.strip('"[]')) for cell in column if cell != "NA"]
+            self.found[f"seen/{name}/csv/{key}"] = np.array(numbers)
 
     def note_exported(self, name, folder, inputs):
         """What the signature of an exported model makes of `inputs`, once rank 0 has written it."""

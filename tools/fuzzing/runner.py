@@ -92,6 +92,8 @@ def _judged(
         return Result(case, text, refused=reference.error)
     if errors and all(map(_refuses_to_serve, errors)):
         return Result(case, text, refused=errors[0])
+    if errors and judgement.refuses([outcome.error for outcome in ranks]):
+        return Result(case, text, rules=(*judgement.rules, "refused by name"))
     if errors:
         said = "\n".join(f"rank {rank}: {each.error[-2500:] or 'ends well'}" for rank, each in enumerate(ranks))
         # The first to fail is not known: prefer what is not the echo of another rank's end.

@@ -58,6 +58,8 @@ def _simpler(case: Case) -> Iterator[Case]:
         "eager",
         "reordered",
         "step",
+        "start",
+        "op_determinism",
     ):
         yield from _with_default(case, name)
     yield from (change(optimizer=each) for each in _with_defaults(case.optimizer))

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.fuzzing import prelude
-from tools.fuzzing.actions import action_lines
-from tools.fuzzing.cases import Case
+from tools.fuzzing import classes, prelude
+from tools.fuzzing.actions import action_lines, custom_objects
+from tools.fuzzing.cases import Case, Network
 from tools.fuzzing.expressions import LOSSES, METRICS, OTHER_LOSSES, loss_of, optimizer
-from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, TABLES, VECTORS
+from tools.fuzzing.layers import (
+    EMBEDDINGS,
+    IMAGES,
+    RAGGED,
+    RAGGED_BOXES,
+    SEQUENCES,
+    SPARSE,
+    STATES,
+    TABLES,
+    UNIQUE,
+    VECTORS,
+)
 
 LAYERS = {
     "AddLoss": prelude.ADD_LOSS,
@@ -17,9 +28,27 @@ LAYERS = {
     "positions": prelude.PLACED,
     "metric in a layer": prelude.MEASURING,
     "function in a layer": prelude.NESTED,
+    "unique lookup": classes.UNIQUE,
+    "embedding_lookup_sparse": classes.POOLED,
+    "mean of ragged": classes.GATHERED,
+    "boxes of rows": classes.BOXES,
+    **classes.STATES,
 }
-STEPS = {"guide": prelude.GUIDE, "own metrics": prelude.OWN_METRICS, "own mean": prelude.OWN_MEAN}
-SHAPES = {"features": (3,), "image": (6, 6, 2), "words": (5,), "sequence": (5, 4)}
+STEPS = {
+    "guide": prelude.GUIDE,
+    "own metrics": prelude.OWN_METRICS,
+    "own mean": prelude.OWN_MEAN,
+    **classes.STEPS,
+}
+SHAPES = {
+    "features": "(3,)",
+    "image": "(6, 6, 2)",
+    "words": "(5,)",
+    "sequence": "(5, 4)",
+    "sparse": "(6,), sparse=True",
+    "ragged": "(None,), ragged=True",
+    "boxes": "(None, 2), ragged=True",
+}
 
 
 def program(case: Case, reference: str = "plain", update: str = "worker", shaken: bool = False) -> str:
@@ -48,11 +77,22 @@ def _classes(case: Case) -> Iterator[str]:
     inputs = {getattr(action, "input", "") for action in case.actions}
     if inputs - {"arrays", "tf.data", "tf.data shuffled", "tf.data reshuffled", "tensors", ""}:
         yield prelude.BATCHES
+    if case.network.edges:
+        yield classes.GRAPHS
+        if inputs & {"PyDataset", "generator"}:
+            yield classes.GRAPH_BATCHES
+    if case.unordered:
+        yield classes.UNORDERED
+    if classes.STATES.keys() & set(case.network.layers):
+        yield classes.STATE
     for layer, text in LAYERS.items():
         if layer in case.network.layers:
             yield text
     if "Rows" in (*case.metrics, *case.weighted_metrics):
         yield prelude.ROWS
+    for name, text in classes.METRICS.items():
+        if name in case.metrics:
+            yield text
     if not LOSSES[case.network.task, case.loss].startswith("keras") or case.network.other_loss != "mse":
         yield prelude.LOSSES
     if case.network.style == "subclassed":
@@ -69,7 +109,6 @@ def _classes(case: Case) -> Iterator[str]:
 
 def _data(case: Case) -> str:
     network = case.network
-    shape = SHAPES[network.input]
     lines = [
         "",
         "",
@@ -77,13 +116,10 @@ def _data(case: Case) -> str:
         '    """Inputs, targets and sample weights."""',
         "    random = np.random.default_rng(seed)",
     ]
-    if network.input == "words":
-        lines.append(f"    x = random.integers(0, 12, (rows, {shape[0]}))")
-    else:
-        lines.append(f'    x = random.normal(size=(rows, {", ".join(map(str, shape))})).astype("float32")')
+    lines += _inputs(network)
     if network.second_input:
         lines.append('    x = {"first": x, "second": random.normal(size=(rows, 2)).astype("float32")}')
-    steps = f", {shape[0]}" if network.per_step else ""
+    steps = ", 5" if network.per_step else ""
     lines.append(
         {
             "regression": f'    y = random.normal(size=(rows{steps}, 2)).astype("float32")',
@@ -97,13 +133,48 @@ def _data(case: Case) -> str:
     return "\n".join(lines)
 
 
+def _inputs(network: Network) -> list[str]:
+    """Lines that draw `rows` of them."""
+    if network.input == "words":
+        return ["    x = random.integers(0, 12, (rows, 5))"]
+    if network.input == "sparse":
+        drawn = 'random.normal(size=(rows, 6)).astype("float32") * (random.random((rows, 6)) < 0.4)'
+        return [f"    x = tf.sparse.from_dense({drawn})"]
+    if network.input in ("ragged", "boxes"):
+        words = 'random.integers(0, 12, lengths.sum()).astype("int32")'
+        values = words if network.input == "ragged" else 'random.normal(size=(lengths.sum(), 2)).astype("float32")'
+        return [
+            "    lengths = random.integers(1, 5, rows)",
+            f"    x = tf.RaggedTensor.from_row_lengths({values}, lengths)",
+        ]
+    shape = SHAPES[network.input].strip("(,)")
+    lines = [f'    x = random.normal(size=(rows, {shape})).astype("float32")']
+    if network.edges:
+        lines.append('    x = {"nodes": x, "edges": random.integers(0, 99, (rows, 2, 2)).astype("int32")}')
+    return lines
+
+
+def _input_lines(network: Network) -> Iterator[str]:
+    """Of a function that builds the model: `inputs`, and `h` that its layers take first."""
+    if network.edges:
+        yield 'inputs = {"nodes": keras.Input((3,), name="nodes")}'
+        yield 'inputs["edges"] = keras.Input((2,), dtype="int32", name="edges")'
+        yield 'h = Neighbours()([inputs["nodes"], inputs["edges"]])'
+    else:
+        dtype = ', dtype="int32"' if network.input in ("words", "ragged") else ""
+        yield f'inputs = h = keras.Input({SHAPES[network.input]}{dtype}, name="first")'
+
+
 def _model(case: Case) -> str:
     network = case.network
     lines = ["", "", "def build():", '    """The model, not compiled."""']
-    dtype = ', dtype="int32"' if network.input == "words" else ""
-    lines.append(f'    inputs = h = keras.Input({SHAPES[network.input]}{dtype}, name="first")')
-    rank = {"features": 1, "image": 3, "words": 0, "sequence": 2}[network.input]
-    tables = {0: {**EMBEDDINGS, **TABLES}, 1: VECTORS, 2: SEQUENCES, 3: IMAGES}
+    lines += [f"    {line}" for line in _input_lines(network)]
+    # By the rank of what goes in; 0 and less: ids, and what is no array.
+    rank = {"features": 1, "image": 3, "words": 0, "sequence": 2, "sparse": -1, "ragged": -2, "boxes": -3}[
+        network.input
+    ]
+    tables = {0: {**EMBEDDINGS, **TABLES, **UNIQUE}, 1: {**VECTORS, **STATES}, 2: SEQUENCES, 3: IMAGES}
+    tables |= {-1: SPARSE, -2: RAGGED, -3: RAGGED_BOXES}
     for number, layer in enumerate(network.layers):
         text, rank = tables[rank][layer]
         lines += [f"    {line.replace('NUMBER', str(number))}" for line in text.splitlines()]
@@ -157,6 +228,22 @@ def _model(case: Case) -> str:
     return "\n".join(lines)
 
 
+def _start(case: Case) -> list[str]:
+    """Lines that make the model."""
+    if case.start == "loaded from a file":
+        return [
+            '    path = job.path(f"start{job.rank}.keras")',
+            "    compiled(job, build()).save(path)",
+            "    with job.scope():",
+            f"        model = keras.models.load_model(path{custom_objects(case)})",
+        ]
+    lines = ["    with job.scope():", "        model = compiled(job, build())"]
+    if case.start == "weights from a file":
+        before = ['    path = job.path(f"start{job.rank}.weights.h5")', "    compiled(job, build()).save_weights(path)"]
+        return [*before, *lines, "    model.load_weights(path)"]
+    return lines
+
+
 def _main(case: Case, shaken: bool) -> str:
     lines = [
         "",
@@ -164,10 +251,11 @@ def _main(case: Case, shaken: bool) -> str:
         "def main(strategy, folder):",
         '    """Runs the program; returns what it has found."""',
         "    job = Job(strategy, folder)",
+        *(["    tf.config.experimental.enable_op_determinism()"] if case.op_determinism else []),
         f'    tf.config.optimizer.set_experimental_options({{"arithmetic_optimization": {case.reordered}}})',
         f"    keras.utils.set_random_seed({case.seed}{' + job.rank' if case.place.own_initial_values else ''})",
-        "    with job.scope():",
-        f"        model = {'shaken(compiled(job, build()))' if shaken else 'compiled(job, build())'}",
+        *_start(case),
+        *(["    model = shaken(model)"] if shaken else []),
         f"    keras.utils.set_random_seed({case.seed})",
         *(["    tf.random.set_seed(None)  # what shuffles takes no seed"] if case.place.own_orders else []),
         f"    x, y, weights = data({case.rows}, 1)",
@@ -196,7 +284,11 @@ def _strategies(case: Case, reference: str, update: str) -> str:
         settings.append("shared_memory=False")
     if place.compression != "no compression":
         settings.append(f"compression={place.compression!r}")
-        small = "    from tfps import compression\n\n    compression.LEAST_BYTES = 0  # buckets here are small\n"
+        small = (
+            "    from tfps.runtime import report\n    from tfps.updates import pending, reductions\n\n"
+            "    for module in (pending, reductions, report):  # imported before, by programs that do not compress\n"
+            "        module.LEAST_BYTES = 0  # buckets here are small\n"
+        )
     devices = [f"CPU:{device}" for device in range(place.devices)]
     everywhere = [f"CPU:{device}" for device in range(case.replicas)]
     other = f"tf.distribute.MirroredStrategy({everywhere})" if reference == "mirrored" else "None"
