@@ -26,6 +26,7 @@ from jobs import poll
 import tfps
 from tfps.input import datasets
 from tfps.input.lockstep import Lockstep
+from tfps.recovery.exchange import ElasticExchange
 from tfps.types import Argument, Model
 from tfps.worker.worker import Worker
 
@@ -243,7 +244,7 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
         )
     fit(kind, model, strategy, callback, folder)
     exchange = strategy._runtime.exchange
-    worker = cast(Worker, getattr(exchange, "_worker", exchange))
+    worker = cast(Worker, exchange.core.worker if isinstance(exchange, ElasticExchange) else exchange)
     found = {
         "weights": [*model.get_weights(), *rows_of(model)],
         "ranks": exchange.places,

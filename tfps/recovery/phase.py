@@ -1,6 +1,6 @@
 """Where a worker is that goes on with other pservers.
 
-Tested in tests/recovery/test_phase.py.
+Tested in tests/worker/test_lost_pservers.py.
 """
 
 from __future__ import annotations
