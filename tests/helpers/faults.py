@@ -23,6 +23,7 @@ from tfps.wire.control import Pserver
 from tfps.wire.send_queue import Outgoing
 from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.client import PserverClient
+from tfps.worker.pushes import Pushes
 from tfps.worker.worker import Worker
 
 Point = Literal[
@@ -151,7 +152,8 @@ def is_gradient(bucket: PushedBucket) -> bool:
 def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
     """Ends before, between or after the slices of gradients of a step, when the pservers have those that were sent."""
     sent = 0
-    workers: list[Worker] = []
+    made: list[Worker] = []  # all that this process has had
+    workers: list[Worker] = []  # the one that it has now
     ending, ended = threading.Event(), threading.Event()
 
     def frames(
@@ -171,12 +173,16 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
             if here and point == "between slices":
                 ending.set()
 
-    def start_next(original: Function, self: Worker, number: int, bucket: PushedBucket) -> None:
+    def join(original: Function, self: Worker, *arguments: Argument) -> None:
+        made.append(self)
+        original(self, *arguments)
+
+    def start_next(original: Function, self: Pushes, number: int, bucket: PushedBucket) -> None:
         nonlocal sent
-        if workers != [self]:  # it has other pservers now
-            workers[:], sent = [self], 0
+        if not workers or workers[0].pushes is not self:  # it has other pservers now
+            workers[:], sent = [each for each in made if each.pushes is self], 0
         original(self, number, bucket)
-        gradients = [each for each in self._buckets if is_gradient(each)]
+        gradients = [each for each in self.buckets if is_gradient(each)]
         if point == "after the last push" and gradients and all(each.steps > step for each in gradients):
             ending.set()
             ended.wait()  # else it might push a further step meanwhile; one that wakes up goes on
@@ -196,6 +202,7 @@ def _at_pushes(step: int, point: Point, end: Callable[[], None]) -> None:
         ended.set()
 
     _replace(PushedBucket, "frames", frames)
-    _replace(Worker, "_start_next", start_next)
+    _replace(Worker, "_join", join)
+    _replace(Pushes, "start_next", start_next)
     if point != "before a push":
         threading.Thread(target=watch, daemon=True).start()
