@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import os
 import re
 import uuid
 import weakref
@@ -37,6 +39,11 @@ _OTHER_STEP = to_text(
         "it parallel_iterations=1)"
     )
 )
+_LIBRARIES = tuple(
+    os.path.dirname(module.origin) + os.sep
+    for name in ("tensorflow", "keras", "tfps")
+    if (module := importlib.util.find_spec(name)) is not None and module.origin
+)  # whose frames say nothing about a program
 CLOSED = to_text(ClosedError("the strategy is closed"))
 
 
@@ -337,23 +344,23 @@ def computed_from(
         seen.add(id(tensor))
         yield tensor
         if tf.is_symbolic_tensor(tensor) and goes_on(tensor):
-            captured = _captured(tensor)  # leads to the graph around
+            captured = captured_from(tensor)  # leads to the graph around
             left += tensor.op.inputs if captured is None else [captured]
 
 
 def is_argument(tensor: Value) -> bool:
     """Whether `tensor` is an argument of a function in a graph, and not captured from around it."""
-    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and _captured(tensor) is None
+    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and captured_from(tensor) is None
 
 
 def outside(tensor: Value) -> Value:
     """Returns what `tensor` stands for outside of the graphs that capture it."""
-    while tf.is_symbolic_tensor(tensor) and (captured := _captured(tensor)) is not None:
+    while tf.is_symbolic_tensor(tensor) and (captured := captured_from(tensor)) is not None:
         tensor = captured
     return tensor
 
 
-def _captured(tensor: tf.Tensor) -> tf.Tensor | None:
+def captured_from(tensor: tf.Tensor) -> tf.Tensor | None:
     """Returns the tensor around its graph that the placeholder `tensor` stands for, if it does."""
     captures = getattr(tensor.graph, "captures", ()) if tensor.op.type == "Placeholder" else ()
     return next((each for each, inside in captures if inside is tensor), None)
@@ -367,6 +374,15 @@ def before(op: tf.Operation) -> list[tf.Operation]:
 def is_backward(op: tf.Operation) -> bool:
     """Whether `op` belongs to a backward pass: of tf.GradientTape or tf.gradients."""
     return _BACKWARD.search(op.name) is not None
+
+
+def place_of(op: tf.Operation) -> str:
+    """Returns where a program creates `op`: "train.py:12 (the line)"; its name if no frame is a program's."""
+    for frame in reversed(op.traceback):
+        if not frame.filename.startswith(_LIBRARIES):
+            line = f" ({frame.line.strip()})" if frame.line else ""
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}{line}"
+    return f"op {op.name}"
 
 
 def called(op: tf.Operation) -> str:

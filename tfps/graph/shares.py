@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfps.graph.ops import HOST, computed_from, is_argument, is_backward
 from tfps.graph.patches import replaced
+from tfps.graph.row_kinds import FIXED, MEAN, Kind, Of, RowKinds
 from tfps.graph.rows import UNKNOWN, Fillers, cut, rows_of
 from tfps.graph.tf_private import (
     ResourceVariable,
@@ -137,6 +138,7 @@ class Share:
         self.rows, self.replicas, self.step = rows, replicas, step
         self._inputs = tf.nest.flatten(inputs, expand_composites=True)
         self._alike: list[tf.Tensor] = []  # the same on all replicas, as they were reduced
+        self._kinds: RowKinds | None = None
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
         self._noted: tf.Tensor | None = None  # the total, if this graph trains
@@ -238,8 +240,31 @@ class Share:
     def alike(self, value: Value) -> Value:
         """Notes that `value`, a tensor or IndexedSlices, is the same on all replicas, and returns it."""
         if self.graph is not None:
-            self._alike += tf.nest.flatten(value, expand_composites=True)
+            for each in tf.nest.flatten(value, expand_composites=True):
+                self._alike.append(each)
+                self.kinds.note(each, FIXED)
         return value
+
+    @property
+    def kinds(self) -> RowKinds:
+        """What tensors of the graph are to this replica's rows."""
+        if self._kinds is None:
+            self._kinds = RowKinds(self.fixed_rows)
+            for each in self._inputs:
+                if tf.is_symbolic_tensor(each):
+                    self._kinds.note(each, FIXED if each.shape.rank == 0 else Kind(Of.ROWS))
+        return self._kinds
+
+    def note_mean(self, value: Value) -> None:
+        """Notes that `value`, a loss of Keras, is weighted so that replicas' values add up."""
+        if tf.is_symbolic_tensor(value):
+            self.kinds.note(value, MEAN)
+
+    def has_each_row(self, value: Value) -> bool:
+        """Whether `value` has numbers for each row, so far as its graph shows; eagerly if it is as long as the rows."""
+        if self.graph is not None:
+            return self.kinds.of(value).sums_rows
+        return bool(value.shape.rank) and value.shape[0] == int(self.rows)
 
     def counting(self, amount: tf.Tensor, even: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """Weights by this replica's scalar `amount` instead of by rows within the block."""
@@ -288,7 +313,7 @@ class NestedShare(Share):
         super().__init__(rows, replicas, None, lambda amount: None, step)
         self._total = total if step is not None else None
         if around is not None:
-            self._inputs, self._alike = around._inputs, around._alike
+            self._inputs, self._alike, self._kinds = around._inputs, around._alike, around.kinds
 
     @property
     def trains(self) -> bool:

@@ -26,6 +26,7 @@ from tfps.graph.shares import (
     with_values,
 )
 from tfps.graph.tf_private import is_differentiated
+from tfps.keras_hooks.differentiated import say_if_no_mean
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
@@ -99,7 +100,26 @@ def _reduce(
     dtype: str | None = None,
 ) -> Value:
     """Counts masks, sample weights and sums over the whole batch."""
-    share, averages = current_share(), reduction not in (None, "none", "sum")
+    share = current_share()
+    loss = _reduced(original, share, values, sample_weight, mask, reduction, dtype)
+    if share is not None and share.step == "training" and reduction not in (None, "none") and not _is_scalar(values):
+        terms = [("a loss", values), ("what a loss gets as sample weights", sample_weight)]
+        for what, each in terms:
+            say_if_no_mean(share, what, each, averaged=reduction != "sum")
+        share.note_mean(loss)
+    return loss
+
+
+def _reduced(
+    original: Function,
+    share: Share | None,
+    values: Structure,
+    sample_weight: Value,
+    mask: Value,
+    reduction: str,
+    dtype: str | None,
+) -> Value:
+    averages = reduction not in (None, "none", "sum")
 
     def reduced() -> Value:
         loss = original(values, sample_weight, mask, reduction, dtype)

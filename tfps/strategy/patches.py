@@ -15,6 +15,7 @@ from tfps.graph.patches import Patch
 from tfps.keras_hooks import (  # noqa: F401  # hooks
     agreed_logs,
     checkpoint,
+    differentiated,
     hooks,
     joining,
     layers,
