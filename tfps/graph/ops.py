@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import linecache
 import os
 import re
 import uuid
@@ -380,8 +381,8 @@ def place_of(op: tf.Operation) -> str:
     """Returns where a program creates `op`: "train.py:12 (the line)"; its name if no frame is a program's."""
     for frame in reversed(op.traceback):
         if not frame.filename.startswith(_LIBRARIES):
-            line = f" ({frame.line.strip()})" if frame.line else ""
-            return f"{os.path.basename(frame.filename)}:{frame.lineno}{line}"
+            line = linecache.getline(frame.filename, frame.lineno).strip()
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}" + (f" ({line})" if line else "")
     return f"op {op.name}"
 
 

@@ -36,6 +36,7 @@ logger = logging.getLogger("tfps")
 # A step that Keras runs on replicas: of `fit` or `train_on_batch`, or of evaluation and prediction.
 KerasStep = Literal["training", "evaluation"]
 _NESTED = "_tfps_nested_share"  # of a graph
+_EACH_ROW = "_tfps_each_row"  # of a tensor of fixed size
 
 
 def _warn_of_empty_first(structure: Structure) -> None:
@@ -266,6 +267,12 @@ class Share:
             return self.kinds.of(value).sums_rows
         return bool(value.shape.rank) and value.shape[0] == int(self.rows)
 
+    def mark_each_row(self, result: Structure) -> None:
+        """Marks, in a graph whose rows are fixed, what has a value for each of them: its size alone does not tell."""
+        for value in tf.nest.flatten(result):
+            if tf.is_symbolic_tensor(value) and value.shape.rank and value.shape[0] == self.fixed_rows:
+                setattr(value, _EACH_ROW, self.kinds.of(value) == Kind(Of.ROWS))
+
     def counting(self, amount: tf.Tensor, even: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """Weights by this replica's scalar `amount` instead of by rows within the block."""
         amount = tf.stop_gradient(tf.cast(amount, tf.float64))
@@ -363,6 +370,8 @@ def with_share(
         own = _Function(graph, share, nested, step)
         with last_batch.giving(replica, rows, known), replaced(_current, "function", own):
             result = function(*given[0], **given[1])
+        if share is not None and step is not None and share.fixed_rows:
+            share.mark_each_row(result)
         if share is None or not share.may_be_empty:
             return result
         result = cut(rows, result)
@@ -469,6 +478,13 @@ def _is_size_within_row(op: tf.Operation) -> bool:
         return False
     begin = tf.get_static_value(op.inputs[1])
     return begin is not None and begin.tolist() != [] and begin[0] > 0
+
+
+def may_be_of_rows(value: Value) -> bool:
+    """Whether `value`, which a replica function returned in a graph, may have one value for each row."""
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return False
+    return value.shape[0] is None or getattr(value, _EACH_ROW, False)
 
 
 @functools.cache

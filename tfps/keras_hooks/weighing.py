@@ -21,6 +21,7 @@ from tfps.graph.shares import (
     in_keras_step,
     is_reducing_gradients,
     keras_step,
+    may_be_of_rows,
     reducing_gradients,
     say_once,
     with_values,
@@ -284,8 +285,7 @@ def _weigh_results(
 
 
 def _may_be_of_rows(value: Value) -> bool:
-    first = value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
-    return bool(isinstance(first, tf.Tensor) and first.shape.rank and first.shape[0] is None)
+    return may_be_of_rows(value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value)
 
 
 def _joined(rows: tf.Tensor, value: Value) -> Value:

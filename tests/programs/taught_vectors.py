@@ -1,0 +1,295 @@
+"""Steps that differentiate a number for each row, and losses that are divided by counts of the batch; see taught.py."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from program import Job, Results, history
+from taught import OPTIONS, ROWS, L, digits, ends
+
+from tfps.types import Argument, Logs, Model, Structure, Value
+
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
+def embedding() -> Model:
+    return keras.Sequential([keras.Input((64,)), L.Dense(8, activation="tanh"), L.Dense(4)])
+
+
+class Siamese(keras.Model):
+    """Triplets, as keras.io's example "Image similarity estimation using a Siamese Network" has them."""
+
+    def __init__(self, network: Model, margin: float = 0.5) -> None:
+        super().__init__()
+        self.network, self.margin = network, margin
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, inputs: Structure) -> Structure:
+        anchor, positive, negative = (self.network(each) for each in inputs)
+        near = tf.reduce_sum(tf.square(anchor - positive), -1)
+        return near, tf.reduce_sum(tf.square(anchor - negative), -1)
+
+    def train_step(self, data: Structure) -> Logs:
+        with tf.GradientTape() as tape:
+            loss = self.vector(data)
+        gradients = tape.gradient(loss, self.network.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.network.trainable_weights, strict=True))
+        self.loss_tracker.update_state(loss)
+        return {"loss": self.loss_tracker.result()}
+
+    def test_step(self, data: Structure) -> Logs:
+        self.loss_tracker.update_state(self.vector(data))
+        return {"loss": self.loss_tracker.result()}
+
+    def vector(self, data: Structure) -> tf.Tensor:
+        """[rows]."""
+        near, far = self(data)
+        return tf.maximum(near - far + self.margin, 0.0)
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.loss_tracker]
+
+
+def siamese_network(job: Job, **options: Argument) -> Results:
+    x, _ = digits()
+    triplets = tf.data.Dataset.from_tensor_slices((x, np.roll(x, 1, 0), np.roll(x, 2, 0)))
+    with job.scope():
+        model = Siamese(embedding())
+        model.compile(keras.optimizers.Adam(1e-3, epsilon=1e-3), weighted_metrics=[], **options)
+    fit = model.fit(triplets.batch(7), epochs=2, validation_data=triplets.take(10).batch(4), verbose=0)
+    return ends(model.network, fits=[fit])
+
+
+def siamese_network_eagerly(job: Job) -> Results:
+    return siamese_network(job, run_eagerly=True)
+
+
+class Vectors(keras.Model):
+    """Differentiates vectors in the ways that programs do: `how` names one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.one = L.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01))
+        self.two = L.Dense(1)
+
+    def call(self, x: Value) -> Value:
+        return self.two(self.one(x))
+
+    def train_step(self, data: Structure) -> Logs:
+        x, y = data
+        with tf.GradientTape(persistent=self.how == "halves") as tape:
+            target, shown = getattr(self, self.how)(x, y)
+        variables = self.trainable_variables
+        if self.how == "halves":
+            both = [tape.gradient(each, variables) for each in target]
+            gradients = [0.3 * one + 0.7 * two for one, two in zip(*both, strict=True)]
+        elif self.how == "weighted":
+            gradients = tape.gradient(target, variables, output_gradients=0.1 + tf.abs(x[:, 1]))
+        else:
+            gradients = tape.gradient(target, variables)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"shown": tf.reduce_mean(shown)}
+
+    def losses_of_rows(self, x: Value, y: Value) -> tf.Tensor:
+        return keras.losses.huber(y[:, None], self(x, training=True))
+
+    def plain(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return loss, loss
+
+    weighted = plain
+
+    def scaled(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return self.optimizer.scale_loss(loss), loss
+
+    def columns(self, x: Value, y: Value) -> Structure:
+        loss = tf.square(self(x, training=True) - y[:, None])
+        return loss, loss  # [rows, 1]
+
+    def with_penalties(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return [loss, *self.losses, tf.reduce_mean(loss)], loss
+
+    def halves(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return (loss, tf.reduce_mean(loss)), loss
+
+    def kept_dimension(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return tf.reduce_mean(loss, keepdims=True), loss  # [1], a mean
+
+    def of_columns(self, x: Value, y: Value) -> Structure:
+        """[6], means over rows."""
+        return tf.reduce_mean(tf.square(self.one(x)), 0) + 0.0 * tf.reduce_mean(self.two(self.one(x))), y
+
+    def shares(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return loss / tf.cast(tf.shape(x)[0], tf.float32), loss
+
+    def chosen(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return tf.boolean_mask(loss, y > 4.0), loss
+
+    def penalty_of_gradients(self, x: Value, y: Value) -> Structure:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            outputs = self(x, training=True)
+        slopes = inner.gradient(outputs, x)  # of each row by itself
+        loss = tf.square(tf.norm(slopes, axis=1) - 1.0) + self.losses_of_rows(x, y)
+        return tf.reduce_mean(loss), loss
+
+    def jacobian(self, x: Value, y: Value) -> Structure:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            outputs = self(x, training=True)
+        slopes = inner.batch_jacobian(outputs, x)
+        loss = tf.reduce_sum(tf.square(slopes), [1, 2]) + self.losses_of_rows(x, y)
+        return loss, loss
+
+
+def _vectors(job: Job, how: str, optimizer: Argument = None, rows: int = ROWS, **options: Argument) -> Results:
+    x, y = digits(rows)
+    with job.scope():
+        model = Vectors(how)
+        model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.002, momentum=0.9), **options)
+    fit = model.fit(x, y.astype("float32"), epochs=2, **OPTIONS)
+    return ends(model, fits=[fit])
+
+
+def vectors(job: Job) -> Results:
+    """Each way by itself."""
+    ways = [
+        *("plain", "weighted", "columns", "with_penalties", "halves", "kept_dimension", "of_columns", "shares"),
+        *("chosen", "penalty_of_gradients", "jacobian"),
+    ]
+    return {f"{way}/{name}": value for way in ways for name, value in _vectors(job, way).items()}
+
+
+def vectors_accumulated(job: Job) -> Results:
+    return _vectors(job, "plain", lambda: keras.optimizers.SGD(0.002, gradient_accumulation_steps=2))
+
+
+def vectors_scaled(job: Job) -> Results:
+    return _vectors(job, "scaled", lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.002)))
+
+
+def vectors_in_several_steps(job: Job) -> Results:
+    return _vectors(job, "plain", steps_per_execution=2)
+
+
+def vectors_that_divide(job: Job) -> Results:
+    return _vectors(job, "plain", rows=28) | {
+        f"fixed/{name}": value for name, value in _vectors(job, "kept_dimension", rows=28).items()
+    }
+
+
+class Shown(keras.Model):
+    """Returns its vector, as Keras' steps of one's own may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = L.Dense(1)
+
+    def call(self, x: Value) -> Value:
+        return self.dense(x)
+
+    def train_step(self, data: Structure) -> Logs:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.square(self(x, training=True)[:, 0] - y)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss, "columns": tf.reduce_mean(x[:, :3], 0), "pairs": tf.stack([loss, y], 1)}
+
+
+def returned(job: Job) -> Results:
+    """History of a vector, where rows divide and where not."""
+    results: Results = {}
+    for rows in (6, 5, 12, 3):
+        x, y = digits(rows)
+        with job.scope():
+            model = Shown()
+            model.compile(keras.optimizers.SGD(0.001))
+        batch = 6 if rows > 3 else 3
+        fit = model.fit(x, y.astype("float32"), batch_size=batch, shuffle=False, epochs=2, verbose=0)
+        results |= {f"{rows}/{name}": value for name, value in (ends(model) | history(fit)).items()}
+    return results
+
+
+# Losses divided by a count of the batch: the replicas' sums are summed first.
+
+
+def of_all(*values: Value) -> list[tf.Tensor]:
+    """Sums over all replicas."""
+    return list(tf.distribute.get_replica_context().all_reduce(SUM, list(values)))
+
+
+class Counted(Vectors):
+    """Losses by hand that are exact, as they are of all replicas' sums."""
+
+    def masked(self, x: Value, y: Value) -> Structure:
+        loss, mask = self.losses_of_rows(x, y), tf.cast(y > 4.0, tf.float32)
+        total, count = of_all(tf.reduce_sum(loss * mask), tf.reduce_sum(mask))
+        return total / tf.maximum(count, 1.0), loss
+
+    def root(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return tf.sqrt(tf.distribute.get_replica_context().all_reduce(MEAN, tf.reduce_mean(loss))), loss
+
+    def summed_by_hand(self, x: Value, y: Value) -> Structure:
+        loss = self.losses_of_rows(x, y)
+        return of_all(tf.reduce_sum(loss))[0], loss
+
+    def vector_by_count(self, x: Value, y: Value) -> Structure:
+        loss, mask = self.losses_of_rows(x, y), tf.cast(y > 4.0, tf.float32)
+        return loss * mask / tf.maximum(of_all(tf.reduce_sum(mask))[0], 1.0), loss
+
+
+def counted(job: Job) -> Results:
+    x, y = digits()
+    results: Results = {}
+    for how in ("masked", "root", "summed_by_hand", "vector_by_count"):
+        with job.scope():
+            model = Counted(how)
+            model.compile(keras.optimizers.SGD(0.005, momentum=0.9))
+        fit = model.fit(x, y.astype("float32"), epochs=2, **OPTIONS)
+        results |= {f"{how}/{name}": value for name, value in ends(model, fits=[fit]).items()}
+    return results
+
+
+class Positives(keras.Model):
+    """Gives Keras' losses weights that are divided by the number of positives, as detectors do."""
+
+    def compute_loss(self, x: Value = None, y: Value = None, y_pred: Value = None, *_: Value, **__: Value) -> Value:
+        positives = tf.cast(y > 4, tf.float32)
+        (count,) = of_all(tf.reduce_sum(positives))
+        return super().compute_loss(x, y, y_pred, sample_weight=positives / tf.maximum(count, 1.0))
+
+
+def positives(job: Job) -> Results:
+    x, y = digits()
+    with job.scope():
+        inner = keras.Sequential([keras.Input((64,)), L.Dense(10)])
+        model = Positives(inner.inputs, inner.outputs)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        model.compile(keras.optimizers.SGD(0.1), loss=loss)
+    return ends(model, fits=[model.fit(x, y, epochs=2, **OPTIONS)])
+
+
+def masked_function(job: Job) -> Results:
+    """The same in a loss function of `compile`."""
+
+    def masked(y: Value, outputs: Value) -> Value:
+        mask = tf.cast(y[:, 0] > 0.5, tf.float32)
+        total, count = of_all(tf.reduce_sum(tf.reduce_mean(tf.square(y - outputs), 1) * mask), tf.reduce_sum(mask))
+        return tf.math.divide_no_nan(total, count)
+
+    x, y = digits()
+    targets = np.eye(10, dtype="float32")[y]
+    targets[::3, 0] = 0.75
+    build = lambda: keras.Sequential([keras.Input((64,)), L.Dense(10)])  # noqa: E731
+    model = job.compiled(lambda: keras.optimizers.SGD(0.2), build=build, loss=masked, metrics=[])
+    return ends(model, fits=[model.fit(x, targets, epochs=2, **OPTIONS)])
