@@ -114,7 +114,14 @@ def test_a_graph_shows_what_a_number_is_to_the_rows(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("a_mean", "a_sum", "a_weighted_mean", "a_number_of_each_row", "a_mean_over_rows_first", "a_sum_by_a_constant"),
+        *(
+            "a_mean",
+            "a_sum",
+            "a_weighted_mean",
+            "a_number_of_each_row",
+            "a_mean_over_rows_first",
+            "a_sum_by_a_constant",
+        ),
         *("weights_that_sum_to_one", "pairs_by_hand", "a_mean_of_what_is_standardized", "time_before_rows"),
     ],
 )

@@ -14,6 +14,7 @@ import re
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import tensorflow as tf
 
@@ -41,7 +42,7 @@ _OTHER_STEP = to_text(
     )
 )
 _LIBRARIES = tuple(
-    os.path.dirname(module.origin) + os.sep
+    f"{Path(module.origin).parent}{os.sep}"
     for name in ("tensorflow", "keras", "tfps")
     if (module := importlib.util.find_spec(name)) is not None and module.origin
 )  # whose frames say nothing about a program
@@ -382,7 +383,7 @@ def place_of(op: tf.Operation) -> str:
     for frame in reversed(op.traceback):
         if not frame.filename.startswith(_LIBRARIES):
             line = linecache.getline(frame.filename, frame.lineno).strip()
-            return f"{os.path.basename(frame.filename)}:{frame.lineno}" + (f" ({line})" if line else "")
+            return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({line})" if line else "")
     return f"op {op.name}"
 
 

@@ -164,7 +164,8 @@ class RowKinds:
         kind = Kind(of)
         if not kind.has_rows:
             return kind
-        having = [(each.shape.rank or 0, known.axis) for each, known in zip(tensor.op.inputs, inputs) if known.has_rows]
+        pairs = zip(tensor.op.inputs, inputs, strict=True)
+        having = [(each.shape.rank or 0, known.axis) for each, known in pairs if known.has_rows]
         axis = max(having, key=lambda each: each[0])[1] if having else 0  # of the first with the highest rank
         if tensor.op.type == "Transpose" and (order := tf.get_static_value(tensor.op.inputs[1])) is not None:
             return Kind(of, order.tolist().index(axis))

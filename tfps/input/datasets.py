@@ -48,6 +48,7 @@ class _Staged:
     reads_skipped = True  # whether the next iterator begins with these: they are read and thrown away
     open_elsewhere = False  # whether the others have the next iterator already
     cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
+    sizes: Callable[[int], int] | None = None  # rows of a whole batch that is divided, by position, if known
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
@@ -93,6 +94,7 @@ class _Staged:
         feed = Feed(
             self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks, skipped
         )
+        feed.sizes = self.sizes
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
