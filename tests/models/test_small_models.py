@@ -17,7 +17,7 @@ from test_programs import Results
 
 MODELS = {
     "keras": ["convnext", "mobilenet", "efficientnet"],
-    "keras_hub": ["bert", "gpt2", "t5", "whisper", "vit", "resnet"],
+    "keras_hub": ["bert", "gpt2", "t5", "whisper", "vit", "resnet", "retinanet"],
     "keras_rs": ["dlrm", "distributed_embedding", "retrieval"],
 }
 pytestmark = pytest.mark.timeout(1200)

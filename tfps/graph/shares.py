@@ -74,7 +74,7 @@ class LastBatch:
             ]
 
     def note(self, iterator: Batches, rows: tf.Tensor) -> None:
-        """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [size]; in training if the first is known."""
+        """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [size]; in training if it is known."""
         graph = ops.get_default_graph()
         if not hasattr(graph, self._name):
             setattr(graph, self._name, weakref.WeakSet())
@@ -96,7 +96,7 @@ class LastBatch:
         return tf.where(known > 0, known, tf.constant(otherwise, tf.int64))
 
     def of_graph(self, step: KerasStep | None = None) -> tf.Tensor | None:
-        """Returns the rows noted last in a `step`; None if this graph and outer ones take batches of no one iterator."""
+        """Returns the rows noted last in a `step`; None if the current and outer graphs have not one iterator."""
         graphs = outer_graphs(ops.get_default_graph())
         taken = {id(iterator) for graph in graphs for iterator in getattr(graph, self._name, ())}
         if len(taken) != 1:

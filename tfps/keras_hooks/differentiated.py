@@ -2,7 +2,7 @@
 
 How and why: docs/design.md, "Who weights what".
 
-Tested in tests/integration/test_rows.py and tests/keras_hooks/test_differentiated.py.
+Tested in tests/programs/taught_vectors.py and tests/integration/programs_named.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARE = {
 }
 
 
-@replaces(tf.GradientTape, "gradient", "tests/integration/test_rows.py")
+@replaces(tf.GradientTape, "gradient", "tests/programs/test_taught.py")
 def _gradient(
     original: Function,
     tape: tf.GradientTape,
@@ -104,6 +104,6 @@ def say_if_metric_is_no_mean(share: Share, name: str, value: Value) -> None:
     what = "may be no mean of all rows, as Python computes it" if in_python else _ARE[kind.of]
     say_once(
         f"metric {name!r} gets one number for a batch, which {what}, at {place_of(made)}: each replica computes it "
-        "from its own rows, so results may differ from those of one process, and are NaN if one replica's number is. Give "
+        "from its own rows, so results may differ from those of one process, and are NaN if one replica's is. Give "
         "keras.metrics.Mean a number for each row, with sample_weight=0 for rows that are not to count"
     )
