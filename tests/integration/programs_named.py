@@ -58,7 +58,7 @@ def said(job: Job, build: Callable[[], Model], compiled: Argument = None, **opti
         with job.scope():
             model = build()
             model.compile(keras.optimizers.SGD(0.01), **(compiled or {}))
-        model.fit(X, Y, batch_size=4, verbose=0, **options)
+        model.fit(X, Y, batch_size=4, shuffle=False, verbose=0, **options)
         if compiled:
             model.evaluate(X, Y, batch_size=4, verbose=0)
     finally:

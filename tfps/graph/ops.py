@@ -11,6 +11,7 @@ import importlib.util
 import linecache
 import os
 import re
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,11 +42,14 @@ _OTHER_STEP = to_text(
         "it parallel_iterations=1)"
     )
 )
-_LIBRARIES = tuple(
-    f"{Path(module.origin).parent}{os.sep}"
-    for name in ("tensorflow", "keras", "tfps")
-    if (module := importlib.util.find_spec(name)) is not None and module.origin
-)  # whose frames say nothing about a program
+_LIBRARIES = (  # whose frames say nothing about a program
+    *(module.__file__ for module in (contextlib, functools, threading)),
+    *(
+        f"{Path(module.origin).parent}{os.sep}"
+        for name in ("tensorflow", "keras", "tfps")
+        if (module := importlib.util.find_spec(name)) is not None and module.origin
+    ),
+)
 CLOSED = to_text(ClosedError("the strategy is closed"))
 
 
