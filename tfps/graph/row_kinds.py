@@ -130,6 +130,8 @@ class RowKinds:
             return kind
         if "Random" in op.type:
             return Kind(Of.ROWS) if inputs[0].of is Of.COUNT else FIXED
+        if "PyFunc" in op.type and tensor.shape.rank is None:
+            return Kind(Of.UNSURE)
         if op.type == "Where":
             return Kind(Of.PICKED)
         return self._placed(tensor, inputs, _computed(op.type, inputs))
