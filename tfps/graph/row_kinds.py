@@ -132,6 +132,12 @@ class RowKinds:
             return Kind(Of.ROWS) if inputs[0].of is Of.COUNT else FIXED
         if "PyFunc" in op.type and tensor.shape.rank is None:
             return Kind(Of.UNSURE)
+        if (
+            op.type == "Reshape"
+            and inputs[0].of is Of.PICKED
+            and (tensor.shape.rank or 0) > (op.inputs[0].shape.rank or 0)
+        ):
+            return self._placed(tensor, inputs, Of.ROWS)  # as many are picked of each row
         if op.type == "Where":
             return Kind(Of.PICKED)
         return self._placed(tensor, inputs, _computed(op.type, inputs))
