@@ -37,6 +37,7 @@ PROGRAMS = {
             "loop_epoch_function",
         ],
     ),
+    "programs_named": (["named"], ["not_named"]),
     "programs_loops": (["loop_divided"], ["loop_alike"]),
     "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up"], []),
     "programs_training": (

@@ -53,6 +53,7 @@ class _Staged:
     cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
     reading: Reading | None = None  # of a Python generator that others may read after it
     goes_on = False  # whether the next iterator goes on where they have stopped the last one
+    sizes: Callable[[int], int] | None = None  # rows of a whole batch that is divided, by position, if known
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
@@ -100,6 +101,7 @@ class _Staged:
         )
         if self.reading is not None and whole is None:  # batches that are handed out are not taken one by one
             feed.begins = functools.partial(self.reading.begin, feed.supersede, goes_on=self.goes_on)
+        feed.sizes = self.sizes
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 

@@ -9,7 +9,7 @@ Tested in tests/test_versions.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import keras
@@ -134,6 +134,15 @@ def begin_at(model: Model, epoch: int | None) -> None:
 def of_tf_data(epochs: Batches) -> bool:
     """Whether an epoch iterator reads arrays or a `tf.data.Dataset`: Keras makes nothing in Python."""
     return isinstance(epochs.data_adapter, (ArrayDataAdapter, TFDatasetAdapter))
+
+
+def sizes_of_arrays(epochs: Batches) -> Callable[[int], int] | None:
+    """Returns what gives the rows of a batch of an epoch by its position; None if an epoch iterator reads no arrays."""
+    adapter = epochs.data_adapter
+    if not isinstance(adapter, ArrayDataAdapter):
+        return None
+    last, size, fewer = adapter.num_batches - 1, adapter.batch_size, adapter.partial_batch_size
+    return lambda position: fewer if fewer and position == last else size
 
 
 def py_dataset_adapter(epochs: Batches) -> Batches | None:

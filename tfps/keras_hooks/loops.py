@@ -21,7 +21,13 @@ from tfps.graph.patches import BaseStrategy, replaced
 from tfps.keras_hooks import generators
 from tfps.keras_hooks.agreed_logs import compared_tables
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
-from tfps.keras_hooks.keras_private import add_steps_seen, begin_at, trainer_module
+from tfps.keras_hooks.keras_private import (
+    add_steps_seen,
+    begin_at,
+    distributed_dataset,
+    sizes_of_arrays,
+    trainer_module,
+)
 from tfps.keras_hooks.python_data import check_generators
 from tfps.types import Batches, Callback, Function, Model
 
@@ -86,6 +92,8 @@ def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[o
     makes = getattr(epochs.data_adapter, "enqueuer", None) is not None
     allows = strategy is not None and steps is not None and makes
     if strategy is not None and strategy.extended.sharding.on:
+        if not strategy.extended.changes and hasattr(distributed_dataset(epochs), "sizes"):
+            distributed_dataset(epochs).sizes = sizes_of_arrays(epochs)
         strategy.extended.policy.begin_steps()
     skipped = seen = 0
     if strategy is not None and epochs is strategy.extended.epochs:  # of an epoch that a worker joins
