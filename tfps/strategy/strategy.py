@@ -32,7 +32,7 @@ from tfps.strategy.extended import Extended
 from tfps.strategy.patches import install_all
 from tfps.strategy.preemption import leave_on_sigterm
 from tfps.strategy.table_files import restore_tables, save_tables
-from tfps.strategy.tasks import Resolver, resolver_of
+from tfps.strategy.tasks import resolver_of
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.elastic import ElasticWorker
@@ -145,7 +145,8 @@ class Strategy(BaseStrategy):
             raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
         devices = devices or [gpu.name for gpu in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
         check_effects()
-        self._resolver = pservers if isinstance(pservers, Resolver) else None
+        given = isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver)
+        self._resolver = pservers if given else None
         self._user = next(_users)
         try:
             self._connection = _connect(cluster, self.config, self._user)
@@ -193,7 +194,7 @@ class Strategy(BaseStrategy):
         return self._connection.cluster.pservers
 
     @property
-    def cluster_resolver(self) -> Resolver:
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Which task of the job this process is, for programs that ask for the chief; `rank == 0` says it shorter.
 
         What `pservers` or TF_CONFIG has, if this process is there. Else its `task_type` is "worker", its `task_id` the
