@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +22,9 @@ from tfps.types import Function, Model
 
 class BaseStrategy(tf.distribute.Strategy):
     """What tells `tfps.Strategy` from others in the folders below it."""
+
+
+open_strategies: weakref.WeakSet[BaseStrategy] = weakref.WeakSet()  # that have not been closed; main thread only
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph.patches import BaseStrategy, replaced, replica_context, scope_outside
 from tfps.graph.shares import in_keras_step, keras_step, with_values
+from tfps.keras_hooks.alone import say_if_applied_alone
 from tfps.keras_hooks.checkpoint import carry_extra_states
 from tfps.keras_hooks.hooks import for_models, replaces
 from tfps.keras_hooks.keras_private import (
@@ -133,6 +134,8 @@ def _apply(
                 "build or call there (model.build(shape), or keras.Input as the first layer) before the loop"
             )
     if first is None or not isinstance(strategy, BaseStrategy):
+        if not isinstance(strategy, BaseStrategy):
+            say_if_applied_alone(optimizer)
         return original(optimizer, grads, variables)
     policy = strategy.extended.policy  # those without exchanges of gradients refuse by themselves
     if outside and strategy.extended._num_replicas_in_sync > 1 and policy.exchanges_gradients:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfps.config import Config, Launch, Security, TraceRequest, checks_names, ignored_variables, unknown_variables
 from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
-from tfps.graph.patches import BaseStrategy
+from tfps.graph.patches import BaseStrategy, open_strategies
 from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import check_effects
 from tfps.keras_hooks.random_numbers import share_random_states
@@ -157,7 +157,7 @@ class Strategy(BaseStrategy):
         self._forget = weakref.finalize(self, _forget, self._connection, self._user)
         self._forget.atexit = False
         super().__init__(Extended(self, devices, self._runtime, self.config))
-        _strategies.add(self)
+        open_strategies.add(self)
         if self.extended.staging is not None:
             self._connection.users[self._user].callback(self.extended.staging.close)
         install_all()
@@ -331,7 +331,7 @@ class Strategy(BaseStrategy):
             MismatchError: what was trained since the ranks compared it last differs between them.
         """
         if self._forget.detach():
-            _strategies.discard(self)
+            open_strategies.discard(self)
             failure = sys.exc_info()[1]  # in a `finally`: what ends the program
             try:
                 if failure is None:
@@ -383,7 +383,6 @@ class _Connection:
 
 _open: list[_Connection] = []  # guarded by _connecting
 _users = itertools.count()
-_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # that have not been closed; main thread only
 _connecting = threading.RLock()  # reentrant: the garbage collector may finalize a strategy anywhere
 
 
@@ -425,9 +424,26 @@ def _disconnect(connection: _Connection, user: int, failure: BaseException | Non
 
 
 def _close(connection: _Connection, failure: BaseException | None, *, drain: bool) -> None:
+    if failure is None and drain:
+        _say_if_unused(connection.runtime)
     with _connecting, contextlib.suppress(ValueError):  # closed already
         _open.remove(connection)
     connection.runtime.close(drain=drain, reason="" if failure is None else in_a_line(failure))
+
+
+def _say_if_unused(runtime: Runtime) -> None:
+    exchange = runtime.exchange
+    if (
+        not runtime.used
+        and exchange.failure is None
+        and len(exchange.places) > 1
+        and exchange.places[0] == exchange.rank
+    ):
+        logger.warning(
+            "tfps: this job of %d workers ends without a single step under its strategy; what was trained, every worker "
+            "has trained alone. Make or load models in `with strategy.scope():`",
+            len(exchange.places),
+        )
 
 
 def _forget(connection: _Connection, user: int) -> None:
@@ -459,7 +475,7 @@ def close_all(failure: BaseException | None = None) -> None:
             until they have what it has sent.
     """
     if failure is None:
-        for strategy in sorted(_strategies, key=lambda each: each._user):
+        for strategy in sorted(open_strategies, key=lambda each: each._user):
             with contextlib.suppress(TfpsError):  # which has been logged
                 strategy._finish()
     with _connecting:  # copies: the garbage collector may finalize a strategy meanwhile
