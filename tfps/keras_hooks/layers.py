@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfps.graph.patches import BaseStrategy, replaced, strategy_of
 from tfps.keras_hooks.hooks import for_models, replaces
-from tfps.keras_hooks.keras_private import nn_module
+from tfps.keras_hooks.keras_private import Stepper, nn_module
 from tfps.keras_hooks.variables import of_tensorflow
 from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Value
 
@@ -28,21 +28,23 @@ logger = logging.getLogger("tfps")
 def _build_if_possible(
     original: Function, strategy: BaseStrategy, model: Model, iterator: Batches = None, data_batch: Structure = None
 ) -> None:
-    """Builds by one replica's batch, as batches may differ in size; what Keras cannot build, the first step does.
+    """Builds by the data's spec, without reading any; what Keras cannot build, the first step does.
 
     Keras builds models before the first step under every strategy but not without one. It cannot build one without
-    `call()`, whose `train_step` uses layers and models of its own (GANs, VAEs), or whose `call()` is only a part.
+    `call()`, whose `train_step` uses layers and models of its own (GANs, VAEs), or whose `call()` is only a part. If
+    such a step, or an eager one, is to build a model, it does, as in plain Keras: what calls a layer first gives its
+    variables their paths, by which optimizers exclude some, and an eager step knows all sizes.
 
-    Keras takes the mean of the replicas' first batches, which fails if sizes differ. The dataset's spec suffices where
-    complete. Taking a batch would give a shuffled dataset its second order in the first epoch.
+    Keras would take the mean of the replicas' first batches, which fails if sizes differ. Taking a batch would give a
+    shuffled dataset its second order in the first epoch.
     """
     if type(model).call is keras.Model.call:  # no `call()`: Keras would warn of layers that are not built
         return
     if iterator is not None:
         data_batch = _described_batch(iterator)
-        if data_batch is None:
-            *_, batches = next(iter(iterator))
-            data_batch = keras.tree.map_structure(_example, next(batches))
+    built = all(layer.built for layer in model._flatten_layers())
+    if not built and (_has_own_step(model) or (model.run_eagerly and not _is_known(data_batch))):
+        return
     optimizer = model.optimizer
     builds = optimizer is not None and not optimizer.built
     try:
@@ -69,26 +71,19 @@ def _build_normalization(original: Function, layer: Layer, *args: object, **opti
 
 
 def _described_batch(epochs: Batches) -> Structure:
-    """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined.
-
-    An optional (a generator's None) becomes None, as in Keras' steps.
-    """
+    """Returns the specs of one replica's batch in `fit`. An optional (a generator's None) becomes None, as in steps."""
     dataset = epochs._distributed_dataset
     spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
-    spec = keras.tree.map_structure(lambda each: None if isinstance(each, tf.OptionalSpec) else each, spec)
-    for each in filter(None, keras.tree.flatten(spec)):
-        if not isinstance(each, tf.TensorSpec) or not each.shape[1:].is_fully_defined():
-            return None
-    return spec
+    return keras.tree.map_structure(lambda each: None if isinstance(each, tf.OptionalSpec) else each, spec)
 
 
-def _example(value: Value) -> Value:
-    """Returns the first replica's part of `value`, with at least one row: Keras takes losses of no rows for vectors."""
-    if isinstance(value, tf.distribute.DistributedValues):
-        value = value.values[0]
-    if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0:
-        return tf.zeros([1, *value.shape[1:]], value.dtype)
-    return value
+def _has_own_step(model: Model) -> bool:
+    return type(model).train_step is not Stepper.train_step or type(model).test_step is not Stepper.test_step
+
+
+def _is_known(batch: Structure) -> bool:
+    """Whether all sizes of `batch`, values or specs, are known, but for the number of rows."""
+    return all(each.shape[1:].is_fully_defined() for each in keras.tree.flatten(batch) if isinstance(each, tf.TensorSpec))
 
 
 @replaces(nn_module, "conv", "tests/keras_hooks/test_convolutions.py")

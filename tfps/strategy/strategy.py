@@ -440,9 +440,9 @@ def _say_if_unused(runtime: Runtime) -> None:
         and exchange.places[0] == exchange.rank
     ):
         logger.warning(
-            "tfps: this job of %d workers ends without a single step under its strategy; what was trained, every worker "
-            "has trained alone. Make or load models in `with strategy.scope():`",
-            len(exchange.places),
+            "tfps: this job of %d workers ends without a single step under its strategy; what was trained, every "
+            "worker has trained alone. Make or load models in `with strategy.scope():`",
+            len(places),
         )
 
 
