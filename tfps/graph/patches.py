@@ -73,7 +73,7 @@ def replica_context() -> tf.distribute.ReplicaContext | None:
     return context if context is not None and isinstance(context.strategy, BaseStrategy) else None
 
 
-def scope_outside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[object]:
+def scope_outside(strategy: tf.distribute.Strategy | None) -> contextlib.AbstractContextManager[object]:
     """The scope of `strategy`, if it is one of tfps and this thread is in none."""
     if not isinstance(strategy, BaseStrategy) or tf.distribute.has_strategy():
         return contextlib.nullcontext()

@@ -432,13 +432,8 @@ def _close(connection: _Connection, failure: BaseException | None, *, drain: boo
 
 
 def _say_if_unused(runtime: Runtime) -> None:
-    exchange = runtime.exchange
-    if (
-        not runtime.used
-        and exchange.failure is None
-        and len(exchange.places) > 1
-        and exchange.places[0] == exchange.rank
-    ):
+    exchange, places = runtime.exchange, runtime.exchange.places
+    if not runtime.used and exchange.failure is None and len(places) > 1 and places[0] == exchange.rank:
         logger.warning(
             "tfps: this job of %d workers ends without a single step under its strategy; what was trained, every "
             "worker has trained alone. Make or load models in `with strategy.scope():`",
