@@ -24,9 +24,7 @@ def test_workers_are_told_what_is_not_in_the_scope_and_what_can_join_it_does() -
             server.stop()
     for rank, (code, text) in enumerate(ended):
         assert code == 0, text
-        assert text.count("model 'forgotten' is not in `with strategy.scope():`; every worker trains it alone") == 1, (
-            text
-        )
+        assert text.count("'forgotten' is not in `with strategy.scope():`; every worker trains it alone") == 1, text
         assert text.count("ends without a single step") == (rank == 0), text  # of the first of two jobs
         assert "layer 'memory' of model 'sequential" in text and "one gets 3 of 6 rows" in text
         assert "trains variable 'dense" in text or "trains variable 'sequential" in text
