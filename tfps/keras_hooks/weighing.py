@@ -27,6 +27,7 @@ from tfps.graph.shares import (
     with_values,
 )
 from tfps.graph.tf_private import is_differentiated
+from tfps.keras_hooks.alone import say_if_alone
 from tfps.keras_hooks.differentiated import say_if_metric_is_no_mean, say_if_no_mean
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
@@ -43,6 +44,8 @@ def _mark_steps(made: str, trains: bool, original: Function, model: Model, force
     before = getattr(model, made)
     result = original(model, force=force)
     function = getattr(model, made)
+    if strategy_of(model) is None and trains:
+        say_if_alone(model)
     if function in (None, before) or strategy_of(model) is None:
         return result
 
