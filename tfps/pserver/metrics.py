@@ -48,7 +48,7 @@ _PER_RANK = (
     ("in_flight_bytes", False, "Payload sent to the rank and not acknowledged"),
     ("window_bytes", False, "What may be in flight to the rank"),
     ("awaited_slices", False, "Slices for which other ranks wait for this one"),
-    ("wait_s", True, "Sum over slices of how long after the first rank's push the rank's own came"),
+    ("wait_s", True, "Sum over slices, but those of the first step, of its push's delay after the first rank's"),
 )
 # Per table: field of its status, whether a total, help text.
 _PER_TABLE = (
