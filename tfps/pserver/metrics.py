@@ -12,7 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from tfps.errors import ConfigError
 from tfps.membership.members import State
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.guard import Newest, listen
+from tfps.pserver.guard import Newest, listen, why_not_listening
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
 
@@ -116,7 +116,8 @@ class MetricsServer(Collector):
         try:
             self._http = _Server(listen(host, port, backlog=_BACKLOG))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error
+            why = why_not_listening(error, port)
+            raise ConfigError(f"cannot listen on {host}:{port} for metrics: {why}") from error
         self._http.set_app(self._answer)
         self.port = int(self._http.server_port)
         self._thread = threading.Thread(target=self._http.serve_forever, name="tfps-metrics", daemon=True)

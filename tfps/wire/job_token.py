@@ -42,10 +42,15 @@ class JobToken:
                 status = os.fstat(file.fileno())
                 content = file.read(2 * MAX_TOKEN_BYTES)
         except OSError as error:
-            raise ConfigError(f"token_file '{path}' cannot be read: {error.strerror}") from None
+            raise ConfigError(f"token_file '{path}' cannot be read: {_why_unreadable(path, error)}") from None
         if is_open_to_others(status) and path not in _warned_of:
             _warned_of.add(path)
-            logger.warning("tfps: token_file '%s' may be read by other users of this host: chmod 600", path)
+            logger.warning(
+                "tfps: token_file '%s' may be read by other users of this host; `chmod 600 '%s'` keeps it to you, and a "
+                "new token is due if others use this host",
+                path,
+                path,
+            )
         token = cls(content.decode("ascii", "replace").strip(), f"the job token in '{path}'")
         if not token:
             raise ConfigError(f"token_file '{path}' must contain a job token, got an empty file")
@@ -83,6 +88,20 @@ class JobToken:
             "has another job token than this client: TFPS_TOKEN_FILE (or token_file, --token-file) must name a file "
             "with the same content on both"
         )
+
+
+def _why_unreadable(path: str, error: OSError) -> str:
+    """Why, and what to do."""
+    file, make = Path(path), f"`(umask 077; openssl rand -hex 32 > '{path}')` makes one"
+    if isinstance(error, IsADirectoryError):
+        return f"it is a folder; name the file in it, such as '{file / 'token'}'"
+    if isinstance(error, FileNotFoundError) and not file.parent.is_dir():
+        return f"its folder '{file.parent}' does not exist on this host; correct the path, or make the folder first"
+    if isinstance(error, FileNotFoundError):
+        return f"there is no such file on this host; {make}, and all workers and pservers need the same"
+    if isinstance(error, PermissionError):
+        return "this user may not read it; it must belong to the user who runs tfps"
+    return error.strerror or str(error)
 
 
 def is_open_to_others(status: os.stat_result) -> bool:
