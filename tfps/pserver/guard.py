@@ -233,7 +233,8 @@ def why_not_listening(error: OSError, port: int) -> str:
             if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
                 name = " ".join(psutil.Process(each.pid).cmdline())[:_SHOWN]
                 return f"{reason} by process {each.pid} ({name}); end it, or choose another port"
-    return f"{reason}; `ss -ltnp 'sport = :{port}'` (as root: of all users) shows by which process; end it, or choose another port"
+    look = f"`ss -ltnp 'sport = :{port}'` (as root: of all users) shows by which process"
+    return f"{reason}; {look}; end it, or choose another port"
 
 
 def _open_to_others(security: Security) -> bool:

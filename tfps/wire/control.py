@@ -39,6 +39,7 @@ UID_KEY = "tfps-uid"  # metadata of all that a worker sends once it has joined: 
 STATE_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
 _RECORDS_BYTES = 50_000 * RECORD.itemsize  # of a capture, in one message
 _CLOCK_TIMEOUT_S, _ROUND_TRIPS = 10.0, 20
+_OTHERS = {"http": "an HTTP server or a proxy", "data_port": "the data port of one", "other": "another server"}
 _GOES_ON_S = 0.2  # between two looks whether a call is wanted still
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
@@ -277,10 +278,10 @@ class Pserver:
         """Raises ConnectError if what answers is known to be something else."""
         host, port = split(self.address)
         who, said = who_answers(host, port, _LOOK_S)
-        if (name := _OTHERS.get(who)) and not (self._security.tls_ca and who == "other"):  # TLS is not understood here
+        if (name := _OTHERS.get(who)) and not (self._security.tls_ca and who == "other"):  # it may be TLS
             raise ConnectError(
-                f"pserver {self.address}: what answers there is not a tfps pserver but {name} (it says {said}): correct "
-                "the address; it is that of --port, 7070 by default"
+                f"pserver {self.address}: what answers there is not a tfps pserver but {name} (it says {said}): "
+                "correct the address; it is that of --port, 7070 by default"
             ) from error
 
     def _raise_stranger(self, error: grpc.RpcError) -> None:

@@ -46,8 +46,8 @@ class JobToken:
         if is_open_to_others(status) and path not in _warned_of:
             _warned_of.add(path)
             logger.warning(
-                "tfps: token_file '%s' may be read by other users of this host; `chmod 600 '%s'` keeps it to you, and a "
-                "new token is due if others use this host",
+                "tfps: token_file '%s' may be read by other users of this host: `chmod 600 '%s'`, and make a new token "
+                "if others may have read it",
                 path,
                 path,
             )
@@ -92,16 +92,16 @@ class JobToken:
 
 def _why_unreadable(path: str, error: OSError) -> str:
     """Why, and what to do."""
-    file, make = Path(path), f"`(umask 077; openssl rand -hex 32 > '{path}')` makes one"
+    file, advice = Path(path), ""
     if isinstance(error, IsADirectoryError):
-        return f"it is a folder; name the file in it, such as '{file / 'token'}'"
-    if isinstance(error, FileNotFoundError) and not file.parent.is_dir():
-        return f"its folder '{file.parent}' does not exist on this host; correct the path, or make the folder first"
-    if isinstance(error, FileNotFoundError):
-        return f"there is no such file on this host; {make}, and all workers and pservers need the same"
-    if isinstance(error, PermissionError):
-        return "this user may not read it; it must belong to the user who runs tfps"
-    return error.strerror or str(error)
+        advice = f"; name the file in that folder, such as '{file / 'token'}'"
+    elif isinstance(error, FileNotFoundError) and not file.parent.is_dir():
+        advice = f"; its folder '{file.parent}' does not exist on this host: correct the path, or make the folder"
+    elif isinstance(error, FileNotFoundError):
+        advice = f"; `(umask 077; openssl rand -hex 32 > '{path}')` makes one, and all of a job need the same"
+    elif isinstance(error, PermissionError):
+        advice = "; it must belong to the user who runs tfps"
+    return (error.strerror or str(error)) + advice
 
 
 def is_open_to_others(status: os.stat_result) -> bool:
