@@ -192,6 +192,41 @@ def test_a_signal_to_the_launcher_ends_all(
     assert not running.survivors()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_of_an_elastic_job_ends_workers_before_pservers(
+    number: signal.Signals, write_script: WriteScript, start: Callable[..., Running]
+) -> None:
+    script = write_script(
+        """
+        import socket
+        host, port = os.environ["TFPS_PSERVERS"].split(":")
+        pserver = socket.create_connection((host, int(port)))
+        def end(*_):
+            pserver.settimeout(0.5)
+            try:
+                while pserver.recv(1000):
+                    pass
+                print("the pserver ended first", flush=True)
+            except TimeoutError:
+                print("the pserver lives", flush=True)
+            sys.exit()
+        signal.signal(signal.SIGTERM, end)
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+        """
+    )
+    running = start("--workers", 2, "--min-workers", 1, "--restart", 1, script)
+    running.wait_ready(2)
+    running.popen.send_signal(number)
+    out, errors = running.popen.communicate(timeout=END_S)
+    assert running.popen.returncode == 128 + number
+    assert out.count("the pserver lives") == 2, out
+    assert f"tfps_launch: ended by {number.name}: the whole job is being stopped\n" in errors
+    assert "starts again" not in errors
+    assert not running.survivors()
+
+
 def test_under_nohup_the_job_outlives_its_terminal(write_script: WriteScript, start: Callable[..., Running]) -> None:
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     running = start("--grace", 0.2, write_script("print('ready'); signal.pause()"))
