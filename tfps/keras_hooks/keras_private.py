@@ -63,6 +63,7 @@ with _fitting():
     needs(nn_module, "conv")
     needs(keras.losses, "Dice", "Tversky", "Circle")
     needs(keras.callbacks, "BackupAndRestore", "CallbackList", "CSVLogger", "EarlyStopping", "ModelCheckpoint")
+    needs(keras.callbacks.ProgbarLogger, "on_epoch_end")
     needs(keras.callbacks, "RemoteMonitor", "SwapEMAWeights", "TerminateOnNaN")
     # `compile` is replaced in the class that defines it: `compile_from_config` skips a model whose `compile` is not
     # that class's.
@@ -75,6 +76,7 @@ with _fitting():
     # An epoch ends with the data where workers do not step together, and staging reads no further (loops.py).
     needs(trainer_module.TFEpochIterator, "_distribute_strategy", "_distributed_dataset", "_num_batches", "tf_sync")
     needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter")
+    needs(trainer_module.TFEpochIterator, "_interrupted_warning")
     # Where a worker that joins goes on (joining.py, python_data.py).
     needs(trainer_module.TFEpochIterator, "_current_iterator", "_steps_seen")
     needs(PyDatasetAdapter, "_get_iterator", "py_dataset", "enqueuer", "shuffle")

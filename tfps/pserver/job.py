@@ -397,7 +397,8 @@ class Job(Elastic):
             return
         if not header.flags & ASK:  # rows are asked for ahead
             member.step = max(member.step, header.step)
-        member.wait_s += wait_ns / 1e9  # only its stream's thread writes both
+        if header.step:  # before the first one, at 0, each rank builds its graph
+            member.wait_s += wait_ns / 1e9  # only its stream's thread writes both
         if answers:
             self._send(answers)
         self._hurry(header.bucket, item, header.index)

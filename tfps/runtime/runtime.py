@@ -209,7 +209,7 @@ class Runtime:
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
         info = self.exchange.info
         sizes, tables = (info.slice_bytes, info.window_bytes), list(self.spans.tables.values())
-        report = make_report(histories, info.links(), *sizes, stepping, tables)
+        report = make_report(histories, info.links(), *sizes, stepping, tables, self.exchange.rank)
         return dataclasses.replace(report, skipped_steps=self.skipped_steps)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
