@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST, Gate, computed_from, is_argument, outside, pass_gate, place_of, write_after
 from tfps.graph.patches import replaced
+from tfps.graph.row_kinds import Of
 from tfps.graph.shares import Share, current_share
 from tfps.graph.tf_private import (
     ResourceVariable,
@@ -367,9 +368,11 @@ class GatedVariable(Converted, values.MirroredVariable):
         """
         summed = self._aggregation == tf.VariableAggregation.SUM
         reduced = (summed or self._aggregation == tf.VariableAggregation.MEAN) and tf.is_tensor(value)
-        if not self.local and not reduced:
-            return value
         share = None if _tracing.alike else current_share()
+        if not self.local and not reduced:
+            if share is not None:
+                self._check_alike(share, value)
+            return value
         if share is None:
             return value
         value = tf.convert_to_tensor(value, self.dtype)
@@ -413,11 +416,32 @@ class GatedVariable(Converted, values.MirroredVariable):
                 "replicas is meant, create the variable with aggregation='mean'"
             )
 
+    def _check_alike(self, share: Share, value: Value) -> None:
+        """Raises UnsupportedError if `value` (or a change), of a step's graph, of a counter comes from a replica's rows.
+
+        Counters are never combined: each replica would have counted its own rows only.
+        """
+        none = self._aggregation == tf.VariableAggregation.NONE
+        counter = none and not (self.dtype.is_floating or self.trainable or self.never_combined)
+        alone = self._distribute_strategy.extended.combiner.single
+        if not counter or alone or share.graph is None or not tf.is_symbolic_tensor(value):
+            return
+        kind = share.kinds.of(value)
+        if kind.of not in (Of.FIXED, Of.UNSURE) and share.depends_on_rows(value):
+            raise UnsupportedError(
+                f"variable {self.name!r} ({self.dtype.name}) must get the same value on all replicas, as nothing "
+                f"combines it, but what a step assigns {kind.words} (at {place_of(share.kinds.origin(value).op)}), and "
+                "each replica has rows of its own. Compute it from all rows: context = "
+                "tf.distribute.get_replica_context(), then context.all_reduce(tf.distribute.ReduceOp.SUM, count) for "
+                "counts, as of the rows of the batch, and context.all_gather(rows, axis=0) for all else"
+            )
+
     def _note_assigned(self, share: Share, *, linear: bool) -> None:
         """Notes that a replica assigns this in a step's graph, by its rows; `linear` in what the variable had."""
         extended = self._distribute_strategy.extended
         apart = extended.combiner.single or extended.combines_apart
-        if share.outer is None or share.graph is None or apart or self.batch_statistic:
+        traced = share.outer is not None and share.outer.graph is not None
+        if not traced or apart or self.batch_statistic:
             return
         share.at_end[id(self)] = _Assigned(self, share.outer, ops.get_default_graph(), linear)
 
