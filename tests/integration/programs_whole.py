@@ -463,7 +463,7 @@ class Stateful(L.Layer):
         nearest = tf.one_hot(tf.argmax(x[:, :3], 1), 3)
         (counts,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.reduce_sum(nearest, 0)])
         self.mean.assign(0.9 * self.mean.value + 0.1 * tf.reduce_mean(x, 0))
-        self.created.assign_add(tf.cond(tf.reduce_all(x < 9.0), lambda: 1.0, lambda: 1.0) * tf.reduce_mean(x**2))
+        self.created.assign_add(tf.cond(self.steps.value < 9.0, lambda: 1.0, lambda: 1.0) * tf.reduce_mean(x**2))
         self.top.assign(tf.maximum(self.top.value, tf.reduce_max(tf.abs(rows), 0)))
         self.queue.assign(tf.concat([rows[:6], self.queue.value], 0)[:6])
         self.counts.assign(0.9 * self.counts.value + counts)

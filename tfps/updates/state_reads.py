@@ -11,11 +11,10 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfps.graph.ops import is_backward, outside
-from tfps.graph.row_kinds import Of, RowKinds
+from tfps.graph.row_kinds import RowKinds
 from tfps.types import Structure, Variable
 
 _OWN = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "VarIsInitializedOp"}
-_NOT_OF_ROWS = (Of.FIXED, Of.COUNT, Of.INVERSE, Of.MEAN, Of.SUM)  # a sum: weighted by the number of rows
 
 
 def is_read_elsewhere(component: Variable, graph: tf.Graph, result: Structure, kinds: RowKinds) -> bool:
@@ -40,7 +39,7 @@ def is_read_elsewhere(component: Variable, graph: tf.Graph, result: Structure, k
             within = any(each.dtype == tf.resource for each in op.inputs) and op.type != "ReadVariableOp"
             if within or op.type in ("While", "StatelessWhile") or op.type.startswith(("Stateful", "Assign")):
                 return True
-            if is_backward(op) or any(kinds.of(each).of not in _NOT_OF_ROWS for each in op.outputs):
+            if is_backward(op) or any(kinds.of(each).has_rows for each in op.outputs):
                 return True
             if op.op_def.is_stateful and op.type != "ReadVariableOp":
                 return True
