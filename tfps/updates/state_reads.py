@@ -45,4 +45,3 @@ def is_read_elsewhere(component: Variable, graph: tf.Graph, result: Structure, k
                 return True
             left += op.outputs
     return False
-

@@ -417,7 +417,7 @@ class GatedVariable(Converted, values.MirroredVariable):
             )
 
     def _check_alike(self, share: Share, value: Value) -> None:
-        """Raises UnsupportedError if `value` (or a change), of a step's graph, of a counter comes from a replica's rows.
+        """Raises UnsupportedError if what a step's graph assigns to a counter comes from a replica's rows.
 
         Counters are never combined: each replica would have counted its own rows only.
         """
