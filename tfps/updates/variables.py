@@ -549,18 +549,20 @@ class _Assigned:
 
     def __call__(self, result: Structure) -> None:
         """At the end of the replica function, which returns `result`: averages if the step depends on the state."""
-        component, graph = self.variable._get_on_device_or_primary(), self.outer.graph
-        read = not self.linear or is_read_elsewhere(component, graph, result, self.outer.kinds)
-        if read and self.outer.trains:
-            self.combine()
+        with replaced(_tracing, "assigning", True):  # nothing is read here
+            component, graph = self.variable._get_on_device_or_primary(), self.outer.graph
+            read = not self.linear or is_read_elsewhere(component, graph, result, self.outer.kinds)
+            if read and self.outer.trains:
+                self.combine()
 
     def combine(self) -> None:
         """Takes the mean over replicas, in the innermost graph that is around the assignment and the current one."""
         around = outer_graphs(self.graph)
         graph = next(each for each in outer_graphs(ops.get_default_graph()) if each in around)
-        component, extended = self.variable._get_on_device_or_primary(), self.variable._distribute_strategy.extended
+        extended = self.variable._distribute_strategy.extended
         inside = contextlib.nullcontext() if graph is ops.get_default_graph() else graph.as_default()
         with inside, replaced(_tracing, "assigning", True):
+            component = self.variable._get_on_device_or_primary()
             own = tf.cast(component.read_value(), tf.float64)  # so that the mean of equal values is that value
             (mean,) = extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.MEAN, [own])
             component.assign(tf.cast(mean, component.dtype), read_value=False)
