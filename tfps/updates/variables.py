@@ -440,8 +440,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         """Notes that a replica assigns this in a step's graph, by its rows; `linear` in what the variable had."""
         extended = self._distribute_strategy.extended
         apart = extended.combiner.single or extended.combines_apart
-        traced = share.outer is not None and share.outer.graph is not None
-        if not traced or apart or self.batch_statistic:
+        if share.outer is None or share.outer.graph is None or apart or self.batch_statistic:
             return
         share.at_end[id(self)] = _Assigned(self, share.outer, ops.get_default_graph(), linear)
 
@@ -449,7 +448,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         """Takes the mean over replicas at once, in the graph, if this step has assigned what is about to be read."""
         share = current_share() if self.local and not self.batch_statistic and not _tracing.alike else None
         assigned = None if share is None else share.at_end.get(id(self))
-        if isinstance(assigned, _Assigned) and assigned.outer.trains:
+        if share is not None and isinstance(assigned, _Assigned) and assigned.outer.trains:
             del share.at_end[id(self)]
             assigned.combine()
 
