@@ -20,6 +20,7 @@ WHOLE = [  # of programs_whole.py
     *("convolutional", "attentive", "recurrent_eagerly", "synchronized", "synchronized_eagerly", "scalar_losses"),
     *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
     *("annealed_eagerly", "dice", "each_row", "lookups", "nested_lookups", "unique_lookups", "states"),
+    *("used_states", "used_states_eagerly", "used_states_in_steps"),
 ]
 # Of programs_no_rows.py.
 NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]

@@ -143,7 +143,7 @@ class RowKinds:
     def _of_op(self, tensor: tf.Tensor, inputs: Sequence[Kind]) -> Kind:
         op = tensor.op
         if op.type == "Placeholder":
-            return _argument(tensor)
+            return self._argument(tensor)
         if all(each.of is Of.FIXED for each in inputs):
             return FIXED
         if (within := self._within(tensor, inputs)) is not None:
@@ -171,6 +171,13 @@ class RowKinds:
         if op.type == "Where":
             return Kind(Of.PICKED)
         return self._placed(tensor, inputs, _computed(op.type, inputs))
+
+    def _argument(self, tensor: tf.Tensor) -> Kind:
+        """The kind of an argument that is not known to be of the batch."""
+        if tensor.dtype in (tf.resource, tf.variant):
+            return FIXED
+        sure = not tensor.shape.is_fully_defined() or (tensor.shape.rank and tensor.shape[0] == self._rows)
+        return Kind(Of.ROWS if sure else Of.UNSURE)
 
     def _within(self, tensor: tf.Tensor, inputs: Sequence[Kind]) -> Kind | None:
         """The kind of what a function in the graph returns, or either branch of a condition that no row decides."""
@@ -237,13 +244,6 @@ class RowKinds:
         if not possible and self._rows and sizes and sizes[0] and sizes[0] % self._rows == 0:
             possible = [0]  # flattened
         return Kind(of, possible[0]) if possible else Kind(Of.UNSURE)
-
-
-def _argument(tensor: tf.Tensor) -> Kind:
-    """The kind of an argument that is not known to be of the batch."""
-    if tensor.dtype in (tf.resource, tf.variant):
-        return FIXED
-    return Kind(Of.UNSURE if tensor.shape.is_fully_defined() else Of.ROWS)
 
 
 def _computed(how: str, inputs: Sequence[Kind]) -> Of:

@@ -145,6 +145,9 @@ class Share:
         self.rows, self.replicas, self.step = rows, replicas, step
         self._inputs = tf.nest.flatten(inputs, expand_composites=True)
         self._alike: list[tf.Tensor] = []  # the same on all replicas, as they were reduced
+        self.outer: Share | None = self  # of the replica function itself
+        # Called at the end of the replica function, while it is traced, with what it returns; by id of a variable.
+        self.at_end: dict[int, Callable[[Structure], None]] = {}
         self._kinds: RowKinds | None = None
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
@@ -327,6 +330,8 @@ class NestedShare(Share):
         self._total = total if step is not None else None
         if around is not None:
             self._inputs, self._alike, self._kinds = around._inputs, around._alike, around.kinds
+            self.at_end = around.at_end
+        self.outer = around
 
     @property
     def trains(self) -> bool:
@@ -376,6 +381,8 @@ def with_share(
         own = _Function(graph, share, nested, step)
         with last_batch.giving(replica, rows, known), replaced(_current, "function", own):
             result = function(*given[0], **given[1])
+            for end in list(share.at_end.values()) if share is not None else ():
+                end(result)
         if share is not None and step is not None and share.fixed_rows:
             share.mark_each_row(result)
         if share is None or not share.may_be_empty:

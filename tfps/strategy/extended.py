@@ -253,6 +253,11 @@ class Extended(mirrored_strategy.MirroredExtended):
         self._runtime.used = True
         self._initial_values.agree(used=tf.executing_eagerly(), written=self.combiner.written_eagerly())
 
+    @property
+    def combines_apart(self) -> bool:
+        """Whether replicas' numbers are not combined within a step."""
+        return self._reductions.estimates
+
     def note_local_write(self, variable: Variable) -> None:
         """Notes that a replica writes its component of `variable` without an exchange."""
         graph = ops.get_default_graph()
