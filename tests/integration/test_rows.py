@@ -27,7 +27,7 @@ NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "sc
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
     (2, 2): [
-        *("one_row_in_all", "worker_without_rows", "lookups", "unique_lookups", "states", "step", "sparse"),
+        *("one_row_in_all", "worker_without_rows", "lookups", "unique_lookups", "step", "sparse"),
     ],
 }
 ONE_DEVICE = {
@@ -35,6 +35,7 @@ ONE_DEVICE = {
     "nested_step",
     "each_row",
     "nested_lookups",
+    "states",  # a queue: with several devices per worker replicas' rows are not in the order of the batch
 }  # as under every strategy; docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]
