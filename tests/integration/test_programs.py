@@ -67,6 +67,7 @@ PROGRAMS = {
         ["stopping", "generator_again", "cached"],
         [
             "py_dataset_in_epochs",
+            "in_any_order",
             "scalar_beside_rows",
             *("weighted", "evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data"),
             *("autoshard_file", "autoshard_off", "from_function", "shuffled", "uneven"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,6 +22,8 @@ from tfps.graph.tf_private import (
     DistributedDataset,
     DistributedDatasetsFromFunction,
     dummy_batch,
+    in_order,
+    is_unordered,
     made_by_generator,
     of_any_size,
 )
@@ -33,6 +36,7 @@ from tfps.keras_hooks.generators import Reading
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
 
+logger = logging.getLogger("tfps")
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 _MISSING = object()
 Whole = Callable[[], list[tf.data.Dataset]]  # all workers' data, if it may be handed out
@@ -185,6 +189,24 @@ def _as_one_process(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def _ordered(extended: tf.distribute.StrategyExtended, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset`, in one order if ranks make whole batches of it: else rows would be missing, others twice."""
+    several = extended.shards and extended._make_input_context().num_input_pipelines > 1
+    if not several or not is_same_on_all(dataset) or not is_unordered(dataset):
+        return dataset
+    _say_ordered()
+    return in_order(dataset)
+
+
+@functools.cache
+def _say_ordered() -> None:
+    logger.info(
+        "tfps: a dataset is read in a fixed order, though a map, batch, interleave or its options say "
+        "deterministic=False: each rank makes the whole batches and takes its rows of them. For an order by chance "
+        "give each rank its own data (AutoShardPolicy.FILE or OFF)"
+    )
+
+
 def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:
     """Returns `dataset`, whose batches can be cut or end with an error, and what knows its first batches.
 
@@ -192,6 +214,7 @@ def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tupl
     """
     if not isinstance(dataset, tf.data.Dataset):
         return None, dataset
+    dataset = _ordered(extended, dataset)
     cuts = (extended.changes and extended.shards) or extended._make_input_context().num_replicas_in_sync > 1
     looks = [has_one_size(dataset.element_spec)] if cuts else []
     compares = extended.staging is not None and extended.staging.compares and extended.shards
