@@ -130,7 +130,7 @@ try:
     # whether a strategy uses merge_call.
     _extended = mirrored_strategy.MirroredExtended
     needs(dataset_ops, "UnaryUnchangedStructureDataset")
-    needs(tf.data.Dataset, "_variant_tensor", "_flat_structure", "_functions", "_inputs")
+    needs(tf.data.Dataset, "interleave", "_variant_tensor", "_flat_structure", "_functions", "_inputs")
     needs(_extended, "_use_merge_call", "_num_replicas_in_sync", "_get_replica_id_in_sync_group")
     needs(_extended, "_get_local_replica_id", "_create_variable", "_call_for_each_replica", "_replica_ctx_all_reduce")
     needs(_extended, "_replica_ctx_update", "_update", "_reduce_to", "_batch_reduce_to", "_gather_to_implementation")
