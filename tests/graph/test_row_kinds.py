@@ -47,6 +47,10 @@ KINDS: dict[str, tuple[Of, Callable[[Value, Value], Value]]] = {
     "a_weighted_mean_of_keras": (Of.TOTAL, lambda x, w: keras.ops.average(x[:, 0], weights=w)),
     "a_mean_of_chosen_rows": (Of.TOTAL, lambda x, w: tf.reduce_mean(tf.boolean_mask(x[:, 0], w > 0))),
     "chosen_rows": (Of.PICKED, lambda x, w: tf.boolean_mask(x, w > 0)[:, 0]),
+    "a_mean_of_as_many_of_each_row": (
+        Of.MEAN,
+        lambda x, w: tf.reduce_mean(tf.reshape(tf.boolean_mask(x, x > 0), [-1, 2])),
+    ),
     "weights_that_sum_to_one": (Of.DIVIDED, lambda x, w: x[:, 0] * (w / tf.maximum(tf.reduce_sum(w), 1.0))),
     "by_one_over_a_sum": (Of.DIVIDED, lambda x, w: w * (1.0 / tf.reduce_sum(w))),
     "a_root_of_a_mean": (Of.CURVED, lambda x, w: tf.sqrt(tf.reduce_mean(x))),

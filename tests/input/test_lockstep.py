@@ -82,6 +82,21 @@ def test_data_ends_where_another_rank_has_no_batch_and_one_warning_says_so(
 
 
 @NOT_IN_KERAS_3_8
+def test_of_data_that_another_rank_has_ended_one_line_speaks_and_the_bar_shows_its_steps(
+    pair: Pair, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    strategy, other = pair
+    other.batches = 2
+    train = Training(strategy, batches=5)
+    train.model.fit(train.distributed, epochs=2)
+    assert "batches dropped: rank 0 3." in caplog.text
+    assert not [each for each in recwarn if "ran out of data" in str(each.message)]
+    shown = capsys.readouterr().out
+    assert "2/5" in shown
+    assert "5/5" not in shown
+
+
+@NOT_IN_KERAS_3_8
 def test_ranks_with_as_many_batches_hear_nothing(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     train = Training(pair[0], batches=3)
     train.model.fit(train.distributed, epochs=2, verbose=0)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from program import BATCH, SAMPLES, Job, Results, data, history, sharded, weights
 
 from tfps.graph.patches import replaced
+from tfps.graph.tf_private import in_order
 from tfps.input import caches
 from tfps.types import Argument, Logs, Options, Structure, Value
 
@@ -132,6 +133,32 @@ def cached(job: Job) -> Results:
             dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).cache(name)
             fit = model.fit(dataset, epochs=2, validation_data=dataset, verbose=0)
             results |= {f"{len(results)} {key}": each for key, each in {**weights(model), **history(fit)}.items()}
+    return results
+
+
+def in_any_order(job: Job) -> Results:
+    """Datasets of which elements may come in any order: ranks read them in one, so each row is used once."""
+    x, y = data()
+
+    def rows(number: Value) -> tuple[Value, Value]:
+        return tf.gather(x, number), tf.gather(y, number)
+
+    def late(number: Value) -> Value:  # other numbers on each rank
+        length = tf.where(number * (7 + 3 * job.rank) % 5 == 0, 100_000, 1)
+        return number + 0 * tf.cast(tf.reduce_sum(tf.sort(tf.range(length))), tf.int64)
+
+    any_order: Options = {"num_parallel_calls": 4, "deterministic": False}
+    numbers = tf.data.Dataset.range(SAMPLES)
+    kinds = [
+        numbers.map(late, **any_order).map(rows).batch(BATCH),
+        numbers.window(SAMPLES // 4).interleave(lambda part: part.map(late), 4, **any_order).map(rows).batch(BATCH),
+    ]
+    results: Results = {}
+    for kind, dataset in enumerate(kinds):
+        keras.utils.set_random_seed(1)
+        model = job.compiled("sgd")
+        fit = model.fit(dataset if job.strategy else in_order(dataset), verbose=0)
+        results |= {f"{kind} {name}": value for name, value in {**weights(model), **history(fit)}.items()}
     return results
 
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from program import Job, Results
+from programs_whole import states as states
 
 from tfps.errors import UnsupportedError
 from tfps.types import Argument, Library, Structure, Value

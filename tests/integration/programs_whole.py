@@ -463,7 +463,7 @@ class Stateful(L.Layer):
         nearest = tf.one_hot(tf.argmax(x[:, :3], 1), 3)
         (counts,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.reduce_sum(nearest, 0)])
         self.mean.assign(0.9 * self.mean.value + 0.1 * tf.reduce_mean(x, 0))
-        self.created.assign_add(tf.cond(tf.reduce_all(x < 9.0), lambda: 1.0, lambda: 1.0) * tf.reduce_mean(x**2))
+        self.created.assign_add(tf.cond(self.steps.value < 9.0, lambda: 1.0, lambda: 1.0) * tf.reduce_mean(x**2))
         self.top.assign(tf.maximum(self.top.value, tf.reduce_max(tf.abs(rows), 0)))
         self.queue.assign(tf.concat([rows[:6], self.queue.value], 0)[:6])
         self.counts.assign(0.9 * self.counts.value + counts)
@@ -480,3 +480,49 @@ def states(job: Job, **options: Argument) -> Results:
     model.fit(x, y, epochs=2, **OPTIONS)
     names = ("mean", "created", "top", "queue", "counts", "steps")  # not the spread, of which replicas have others
     return {name: np.asarray(getattr(model.layers[0], name)) for name in names}
+
+
+class Used(L.Layer):
+    """Has moving means of rows that the loss depends on: read before and after they are assigned, and in functions."""
+
+    def build(self, shape: Sequence[int]) -> None:
+        def state(name: str, **options: Argument) -> Variable:
+            return self.add_weight(
+                shape=shape[1:], initializer="zeros", trainable=False, name=name, dtype="float32", **options
+            )
+
+        self.before, self.after, self.asked = state("before"), state("after"), state("asked", aggregation="mean")
+        self.scale, self.nested, self.held = state("scale"), state("nested"), state("held")
+
+    def centred(self, x: Value) -> Value:
+        self.nested.assign(0.8 * self.nested.value + 0.2 * tf.reduce_mean(x, 0))
+        return x - self.nested.value
+
+    def call(self, x: Value, training: bool = False) -> Value:
+        if not training:
+            return x - self.before.value
+        mean = tf.reduce_mean(x, 0)
+        out = x - self.before.value - tf.cond(tf.reduce_all(x < 99.0), lambda: self.asked.value, lambda: 0.0 * mean)
+        held = tf.convert_to_tensor(self.held.value)
+        self.before.assign(0.8 * self.before.value + 0.2 * mean)
+        self.after.assign_add(0.2 * (mean - self.after.value))
+        self.asked.assign(0.8 * self.asked.value + 0.2 * mean)
+        self.held.assign(0.8 * held + 0.2 * mean)
+        # It is not linear in itself.
+        self.scale.assign(0.8 * self.scale.value - 0.1 * self.scale.value**2 + 0.2 * mean)
+        centred = self.centred if tf.executing_eagerly() else tf.function(self.centred)
+        return centred(out) - self.after.value - tf.sqrt(1.0 + held)
+
+
+def used_states(job: Job, **options: Argument) -> Results:
+    """States that are means over rows and that the loss depends on are the same on all replicas in every step."""
+    build = lambda: keras.Sequential([L.Input((64,)), Used(), L.Dense(10)])  # noqa: E731
+    return ended(job, build, *data(ROWS), **options)
+
+
+def used_states_eagerly(job: Job) -> Results:
+    return used_states(job, run_eagerly=True)
+
+
+def used_states_in_steps(job: Job) -> Results:
+    return used_states(job, steps_per_execution=2)

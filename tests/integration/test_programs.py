@@ -37,8 +37,9 @@ PROGRAMS = {
             "loop_epoch_function",
         ],
     ),
+    "programs_named": (["named"], ["not_named"]),
     "programs_loops": (["loop_divided"], ["loop_alike"]),
-    "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up"], []),
+    "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up", "states"], []),
     "programs_training": (
         ["helper_models", "predicted_on_one_rank"],
         [
@@ -66,6 +67,7 @@ PROGRAMS = {
         ["stopping", "generator_again", "cached"],
         [
             "py_dataset_in_epochs",
+            "in_any_order",
             "scalar_beside_rows",
             *("weighted", "evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data"),
             *("autoshard_file", "autoshard_off", "from_function", "shuffled", "uneven"),

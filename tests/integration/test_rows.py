@@ -20,13 +20,14 @@ WHOLE = [  # of programs_whole.py
     *("convolutional", "attentive", "recurrent_eagerly", "synchronized", "synchronized_eagerly", "scalar_losses"),
     *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
     *("annealed_eagerly", "dice", "each_row", "lookups", "nested_lookups", "unique_lookups", "states"),
+    *("used_states", "used_states_eagerly", "used_states_in_steps"),
 ]
 # Of programs_no_rows.py.
 NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
     (2, 2): [
-        *("one_row_in_all", "worker_without_rows", "lookups", "unique_lookups", "states", "step", "sparse"),
+        *("one_row_in_all", "worker_without_rows", "lookups", "unique_lookups", "step", "sparse"),
     ],
 }
 ONE_DEVICE = {
@@ -34,6 +35,7 @@ ONE_DEVICE = {
     "nested_step",
     "each_row",
     "nested_lookups",
+    "states",  # a queue: with several devices per worker replicas' rows are not in the order of the batch
 }  # as under every strategy; docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]

@@ -11,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import training
 
 import tfps
@@ -81,6 +82,41 @@ def missing(strategy: tfps.Strategy | None) -> tuple[list[bytes], Value]:
 
 def test_a_generator_may_yield_none_for_an_input(strategy: tfps.Strategy) -> None:
     assert missing(strategy) == missing(None)
+
+
+def padded(strategy: tfps.Strategy | None, eager: bool) -> Value:
+    x, y = training.digits(40)
+    keras.utils.set_random_seed(1)
+    keras.backend.clear_session()
+    rows = tf.data.Dataset.from_generator(
+        lambda: ((x[n, : 1 + n % 5], y[n]) for n in range(40)),
+        output_signature=(tf.TensorSpec((None,)), tf.TensorSpec((), tf.int64)),
+    )
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        layers = [keras.Input((None,)), keras.layers.Reshape((-1, 1)), keras.layers.LSTM(4), keras.layers.Dense(10)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", LOSS, run_eagerly=eager)
+    fit = model.fit(rows.shuffle(40, seed=5).padded_batch(8), epochs=2, verbose=0)
+    return fit.history, [weight.tobytes() for weight in model.get_weights()]
+
+
+def test_shuffled_batches_of_unknown_sizes_come_in_the_order_of_plain_keras(strategy: tfps.Strategy) -> None:
+    assert padded(strategy, False) == padded(None, False)
+
+
+def paths(strategy: tfps.Strategy | None, model_class: type[keras.Model]) -> list[str]:
+    x, y = training.digits(40)
+    keras.backend.clear_session()
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = model_class()
+        model.compile("adam", LOSS)
+    model.fit(x, y, verbose=0)
+    return [each.path for each in [*model.variables, *model.optimizer.variables]]
+
+
+@pytest.mark.parametrize("model_class", [training.CallOfAPart, training.Subclassed])
+def test_variables_have_the_paths_of_plain_keras(strategy: tfps.Strategy, model_class: type[keras.Model]) -> None:
+    assert paths(strategy, model_class) == paths(None, model_class)
 
 
 def test_what_is_wrong_with_a_model_is_said_as_in_plain_keras(strategy: tfps.Strategy) -> None:

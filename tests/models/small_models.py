@@ -352,6 +352,43 @@ def segment_anything(job: Job) -> Results:
     return {f"ranks {name}" if name.startswith("predicted") else name: value for name, value in found.items()}
 
 
+def retinanet(job: Job) -> Results:
+    """Its losses are sums by the number of positives of the batch: exact where that number is one of all replicas."""
+    import keras_hub
+
+    class Detector(keras_hub.models.RetinaNetObjectDetector):
+        def compute_loss(
+            self, x: Value, y: Structure, y_pred: Structure, sample_weight: Value = None, **options: Value
+        ) -> Value:
+            boxes, kinds = self.label_encoder(images=x, gt_boxes=y["boxes"], gt_classes=y["labels"])
+            positive = tf.cast(kinds > -1, tf.float32)
+            context = tf.distribute.get_replica_context()
+            count = tf.maximum(context.all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(positive)), 1.0)
+            weights = {"bbox_regression": positive / count, "cls_logits": tf.cast(kinds != -2, tf.float32) / count}
+            targets = {"bbox_regression": boxes, "cls_logits": tf.one_hot(tf.cast(kinds, tf.int32), self.num_classes)}
+            return keras.Model.compute_loss(self, x, targets, y_pred, weights, **options)
+
+    # Plain Keras runs the library's own.
+    kind = Detector if job.strategy else keras_hub.models.RetinaNetObjectDetector
+    corners = drawn(3).uniform(0, 28, size=(10, 2, 2))
+    boxes = np.concatenate([corners, corners + drawn(4).uniform(12, 36, size=(10, 2, 2))], -1).astype("float32")
+    kinds = drawn(5).integers(0, 3, (10, 2)).astype("float32")
+    boxes[::3, 1], kinds[::3, 1] = -1, -1  # padding
+    images = drawn().uniform(size=(10, 64, 64, 3)).astype("float32")
+    with job.scope():
+        encoder = keras_hub.models.ResNetBackbone(
+            [64], [3], [64, 64, 64, 64], [1, 1, 1, 1], [1, 2, 2, 2], "basic_block", image_shape=(64, 64, 3)
+        )
+        backbone = keras_hub.models.RetinaNetBackbone(encoder, 3, 5, use_p5=False, image_shape=(64, 64, 3))
+        model = kind(backbone, num_classes=3, bounding_box_format="xyxy", pre_logits_num_conv_layers=1)
+        for layer in encoder.layers:
+            if isinstance(layer, L.BatchNormalization):
+                layer.trainable = False  # it would normalize a replica's own rows
+        model.compile(keras.optimizers.SGD(0.01), jit_compile=False)
+    fit = model.fit(images, {"boxes": boxes, "labels": kinds}, batch_size=4, shuffle=False, epochs=2, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
 # Those of keras_rs.
 
 

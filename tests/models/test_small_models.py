@@ -19,7 +19,7 @@ MODELS = {
     "keras": ["convnext", "mobilenet", "efficientnet", "densenet", "nasnet", "efficientnet_v2"],
     "keras_hub": [
         *("bert", "gpt2", "t5", "whisper", "vit", "resnet"),
-        *("llama", "mit", "pyramid", "segment_anything"),
+        *("llama", "mit", "pyramid", "segment_anything", "retinanet"),
     ],
     "keras_rs": ["dlrm", "distributed_embedding", "retrieval", "two_towers", "sasrec"],
 }

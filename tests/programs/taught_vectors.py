@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from program import Job, Results, history
-from taught import OPTIONS, ROWS, L, digits, ends
+from taught import BATCH, OPTIONS, ROWS, L, digits, ends
 
 from tfps.types import Argument, Logs, Model, Structure, Value
 
@@ -293,3 +293,37 @@ def masked_function(job: Job) -> Results:
     build = lambda: keras.Sequential([keras.Input((64,)), L.Dense(10)])  # noqa: E731
     model = job.compiled(lambda: keras.optimizers.SGD(0.2), build=build, loss=masked, metrics=[])
     return ends(model, fits=[model.fit(x, targets, epochs=2, **OPTIONS)])
+
+
+# One number for a batch in metrics and single outputs.
+
+
+def mean_of_batch(y: Value, outputs: Value) -> Value:
+    return tf.reduce_mean(tf.abs(y - outputs))
+
+
+def numbers_of_batches(job: Job) -> Results:
+    """Means of batches as metrics and as losses of single outputs, in evaluation of arrays too."""
+    x, y = digits()
+    with job.scope():
+        inputs = keras.Input((64,))
+        h = L.Dense(8, activation="tanh")(inputs)
+        model = keras.Model(
+            inputs, [L.Dense(10, name="kind")(h), L.Dense(64, name="copy")(h), L.Dense(1, name="sum")(h)]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            loss={
+                "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                "copy": mean_of_batch,
+                "sum": keras.losses.MeanSquaredError(reduction="sum"),
+            },
+            loss_weights={"kind": 1.0, "copy": 0.5, "sum": 0.01},
+            metrics={"copy": [mean_of_batch]},
+        )
+    targets = {"kind": y, "copy": x, "sum": x.mean(1, keepdims=True)}
+    held = (x[:17], {name: each[:17] for name, each in targets.items()})
+    fit = model.fit(x, targets, epochs=2, validation_data=held, **OPTIONS)
+    evaluated = model.evaluate(x, targets, batch_size=BATCH, verbose=0, return_dict=True)
+    fewer = model.evaluate(x[:10], {name: each[:10] for name, each in targets.items()}, batch_size=4, verbose=0)
+    return ends(model, fits=[fit], **{f"evaluated/{name}": value for name, value in evaluated.items()}, fewer=fewer)

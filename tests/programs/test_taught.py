@@ -37,9 +37,15 @@ PROGRAMS = {
         *("weighted_mean", "summed", "dice_of_rows", "dice_of_batches", "tversky_of_rows", "mixed_outputs", "tracked"),
         *("tracked_with_weights", "tracked_scalar", "mean_of_a_function", "computed", "two_gradients"),
     ],
+    "taught_vectors": [
+        *("siamese_network", "siamese_network_eagerly", "vectors", "vectors_accumulated", "vectors_scaled"),
+        *("vectors_in_several_steps", "vectors_that_divide", "returned", "counted", "positives", "masked_function"),
+        "numbers_of_batches",
+    ],
 }
 QUICK = [  # and one model of a library, see tests/models
-    *(("taught_generative", "gan"), ("taught_losses", "mixed_outputs")),
+    *(("taught_generative", "gan"), ("taught_losses", "mixed_outputs"), ("taught_vectors", "siamese_network")),
+    *(("taught_vectors", "returned"), ("taught_vectors", "numbers_of_batches")),
     ("small_models", "convnext"),
 ]
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History

@@ -77,6 +77,19 @@ def test_the_table_shows_members_rates_who_is_behind_and_errors() -> None:
     assert re.search(r"0 +host:7 +streaming +30 +10.0 +0 +0.0 +0.0 +2 +3 KiB +5.0 ms +0", text)
     assert re.search(r"1 +other:8 +streaming, shared memory +28 +0.0 +2 +0.0 +0.0 +0 +0 B +0.0 ms +3", text)
     assert "errors since the start: Join: 2 ConnectError" in text
+    assert "being built" not in text
+
+
+@pytest.mark.parametrize("state", ["running", "joining"])
+def test_the_table_says_whose_first_step_is_being_built_once_all_have_joined(state: str) -> None:
+    from rich.console import Console
+
+    new = member(1, "other", 8, "streaming", 0)
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    with contextlib.closing(console.file):
+        console.print(table(look(NOW, new, state=state)))
+    said = "rank 1: no step yet, the first one is being built" in console.export_text()
+    assert said == (state == "running")
 
 
 def test_a_failed_job_shows_its_reason() -> None:

@@ -4,6 +4,8 @@ test_strangers.py.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -24,6 +26,8 @@ from tfps.pserver.guard import (
     listen,
     parse,
     reachable,
+    try_to_listen,
+    why_not_listening,
 )
 from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
@@ -159,3 +163,16 @@ def test_a_data_port_that_is_taken_is_refused() -> None:
 def test_a_port_that_another_process_has_for_ipv6_is_not_shared_in_silence() -> None:
     with socket.create_server(("::", 0), family=socket.AF_INET6) as other, pytest.raises(OSError, match="in use"):
         listen("0.0.0.0", other.getsockname()[1], 1).close()
+
+
+def test_who_has_a_port_is_named_or_how_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    psutil = pytest.importorskip("psutil")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use") as caught:
+            try_to_listen("127.0.0.1", port)
+        said = why_not_listening(caught.value, port)
+        assert f"in use by process {os.getpid()} (" in said
+        monkeypatch.setitem(sys.modules, psutil.__name__, None)  # not installed
+        assert f"in use; `ss -ltnp 'sport = :{port}'`" in why_not_listening(caught.value, port)
+    assert why_not_listening(OSError(errno.EACCES, "Permission denied"), 80) == "Permission denied"

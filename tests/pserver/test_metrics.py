@@ -93,9 +93,16 @@ def test_a_job_of_two_workers_shows_in_every_metric(cluster: Cluster) -> None:
             assert found[of_rank(f"tfps_{direction}_slices_total", rank)] == 4
         for name, value in {"step": 0, "queued_slices": 0, "awaited_slices": 0, "window_bytes": 4096}.items():
             assert found[of_rank(f"tfps_{name}", rank)] == value
+        assert found[of_rank("tfps_aggregate_wait_seconds_total", rank)] == 0  # each built its graph
+    assert found["process_resident_memory_bytes", ()] > 1e6
+
+    waiting = jobs.push(workers[0], 0, NUMBERS)
+    jobs.poll(lambda: server.status().open_slices == 4)
+    jobs.push(workers[1], 0, NUMBERS).wait()
+    waiting.wait()
+    found = scrape(metrics)
     assert found[of_rank("tfps_aggregate_wait_seconds_total", 0)] == 0
     assert found[of_rank("tfps_aggregate_wait_seconds_total", 1)] > 0
-    assert found["process_resident_memory_bytes", ()] > 1e6
 
 
 def test_the_late_rank_has_the_wait_and_a_gather_counts_it_once(cluster: Cluster) -> None:
@@ -104,15 +111,18 @@ def test_the_late_rank_has_the_wait_and_a_gather_counts_it_once(cluster: Cluster
     jobs.together(*(member.declare for member in members))
     gather = pb.Bucket(names=["words"], kind="gather", nbytes=0, dtype="uint8", priority=1)
     jobs.together(*(lambda member=member: member.declare(gather, number=1) for member in members))
+    for member in members:
+        member.send(frames.encode(Header(Kind.PUSH, LAST, 0, 0, 1), bytes(3)))
+    assert members[0].read()[0].kind == Kind.REPLY
     late_s = 1000.0
-    members[1].send(frames.encode(Header(Kind.PUSH, LAST, 0, 0, 1), bytes(10)))
+    members[1].send(frames.encode(Header(Kind.PUSH, LAST, 0, 0, 1, 1), bytes(10)))
     jobs.poll(lambda: server.status().open_slices == 1)
     slice_ = server._job._shard.buckets[0].slices[0]
     with slice_.lock:  # rank 1 may still be about to read it
         assert isinstance(slice_, RoundSlice)
         slice_._first_ns -= int(late_s * 1e9)  # as if it had come so much earlier
-    members[0].send(frames.encode(Header(Kind.PUSH, 0, 0, 0, 1), bytes(1024)))
-    members[0].send(frames.encode(Header(Kind.PUSH, LAST, 0, 1, 1), bytes(3)))
+    members[0].send(frames.encode(Header(Kind.PUSH, 0, 0, 0, 1, 1), bytes(1024)))
+    members[0].send(frames.encode(Header(Kind.PUSH, LAST, 0, 1, 1, 1), bytes(3)))
     assert members[0].read()[0].kind == Kind.REPLY
     waits = {member.rank: member.wait_s for member in server.status().members}
     assert waits[1] == 0

@@ -123,27 +123,34 @@ def test_what_members_send_and_get_counts_rows_and_a_late_rank_has_the_wait_for_
     server = cluster.pserver(2)
     workers = cluster.workers([server.address], 2)
     jobs.declare(workers, declared("user"))
+    for worker in workers:  # the first step, which counts for no wait
+        asked(worker, 0, ids_of(), 0).wait()
+    for pushed_first in [added(worker, 0, ids_of(), 0) for worker in workers]:
+        pushed_first.wait()
+    before = server.status().members
+    assert [member.wait_s for member in before] == [0, 0]
     ids = [ids_of(1, 2, 900), ids_of(4)]
     for worker, own in zip(workers, ids, strict=True):
-        asked(worker, 0, own, 0).wait()
-    asked(workers[1], 0, ids_of(), 3)  # ahead, and without ids
-    first = added(workers[1], 0, ids[1], 0)
+        asked(worker, 0, own, 1).wait()
+    asked(workers[1], 0, ids_of(), 4)  # ahead, and without ids
+    first = added(workers[1], 0, ids[1], 1)
     jobs.poll(lambda: server.status().tables[0].gradient_rows == 1)
     slice_ = server._job._shard.buckets[0].slices[0]
     assert isinstance(slice_, TableSlice)
     with slice_.lock:
-        slice_._steps[0].added[1].came_ns -= 10**12  # as if it had come so much earlier
+        slice_._steps[1].added[1].came_ns -= 10**12  # as if it had come so much earlier
     assert [member.awaited_slices for member in server.status().members] == [1, 0]
-    added(workers[0], 0, ids[0], 0).wait()
+    added(workers[0], 0, ids[0], 1).wait()
     first.wait()
     members = server.status().members
     assert (1000 <= members[0].wait_s < 1500, members[1].wait_s) == (True, 0)
-    for member, own in zip(members, ids, strict=True):
+    for old, member, own in zip(before, members, ids, strict=True):
         gradients = np.ones((len(own), DIM), np.float32)
         pushed = len(encode_ids(own)) + len(encode_push(SCALARS.pack(), own, gradients, None))
-        assert member.received_bytes == pushed + (len(encode_ids(ids_of())) if member.rank else 0)
-        assert (member.received_slices, member.sent_slices) == (2 + member.rank, 2)
-        assert (member.sent_bytes, member.step) == (4 * DIM * len(own), 0)
+        assert member.received_bytes - old.received_bytes == pushed + (len(encode_ids(ids_of())) if member.rank else 0)
+        more = member.received_slices - old.received_slices, member.sent_slices - old.sent_slices
+        assert more == (2 + member.rank, 2)
+        assert (member.sent_bytes - old.sent_bytes, member.step) == (4 * DIM * len(own), 1)
 
 
 def test_where_workers_step_apart_each_step_of_a_rank_is_an_update_and_none_is_late(cluster: Cluster) -> None:

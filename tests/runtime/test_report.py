@@ -123,6 +123,29 @@ def test_waiting_on_an_idle_link_is_waiting_for_other_workers() -> None:
     assert found.limit.startswith("other workers")
 
 
+@pytest.mark.parametrize(
+    ("late_s", "said"),
+    [
+        ({0: 0.0, 1: 0.2}, "rank 1%, which comes 0.2 s later to each step than the first"),
+        ({0: 0.15, 1: 0.0, 2: 0.2}, "ranks 0, 2%, which come 0.2 s later to each step than the first"),
+        ({0: 0.15, 1: 0.2}, "workers that wait for each other: now one comes later, now another, by 0.2 s"),
+        ({0: 0.0, 1: 1e-3}, "round trips and the work per message, not bytes"),
+    ],
+)
+def test_the_latest_worker_is_named_alike_on_all_ranks(late_s: dict[int, float], said: str) -> None:
+    links = [Link(f"{name}:1", 1e9, late_s=late_s) for name in "ab"]
+    for rank in late_s:
+        mark = "" if not late_s[rank] else " (this worker)" if said.startswith("rank ") else " (this worker is one)"
+        found = make_report(history(LAYERS, 20e6), links, rank=rank)
+        assert found.limit == said.replace("%", mark)
+
+
+def test_one_process_has_nothing_to_exchange() -> None:
+    found = make_report(history(LAYERS, 20e6), [], stepping=Stepping(waits=False))
+    assert found.limit == "nothing to exchange: this process updates its variables by itself"
+    assert not re.search("twice as fast|one more pserver", str(found)), found
+
+
 def test_a_single_worker_waits_for_no_other() -> None:
     found = make_report(history(LAYERS, 20e6), [Link("a:1", 1e9)], stepping=Stepping(waits=False))
     assert found.limit == "round trips and the work per message, not bytes"

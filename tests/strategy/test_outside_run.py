@@ -50,8 +50,7 @@ class Partly(keras.Model):
 
 
 LAZY = {
-    "none built": (lambda: keras.Sequential([L.Dense(1)]), keras.optimizers.Adam, "sequential"),
-    "without slots": (lambda: keras.Sequential([L.Dense(1)]), lambda: keras.optimizers.SGD(0.1), "sequential"),
+    "without slots": (Partly, lambda: keras.optimizers.SGD(0.1), "partly"),
     "partly built": (Partly, keras.optimizers.Adam, "partly"),
     "loss scaling": (Partly, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "partly"),
 }
@@ -67,6 +66,16 @@ def test_a_model_that_gets_its_variables_in_a_call_outside_of_the_scope_is_refus
     step = wrap(step_of(model, optimizer))
     with pytest.raises(tfps.UnsupportedError, match=f"{name}.*/kernel.*created outside of the scope.*build or call"):
         step()
+
+
+@both_ways
+def test_a_sequential_model_of_the_scope_gets_its_variables_there_in_a_call_outside(
+    strategy: tfps.Strategy, wrap: Function
+) -> None:
+    with strategy.scope():
+        model, optimizer = keras.Sequential([L.Dense(1)]), keras.optimizers.Adam()
+    wrap(step_of(model, optimizer))()
+    assert all(isinstance(each.value, tf.distribute.DistributedValues) for each in model.weights)
 
 
 def test_a_model_of_its_own_beside_the_strategy_trains(job: tfps.Strategy) -> None:

@@ -1,4 +1,7 @@
-"""States of layers that a step assigns: means over rows are averaged over replicas, what is none is refused by name."""
+"""States of layers that a step assigns: means over rows are averaged over replicas, what is none is refused by name.
+
+What the step depends on is averaged within it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import tensorflow as tf
 
 import tfps
 from tfps.errors import UnsupportedError
+from tfps.graph.ops import called
 from tfps.types import Argument, Value, Variable
 
 Assigned = Callable[[Variable, Value], Value]  # of a state [3] and rows [rows, 3]
@@ -95,3 +99,121 @@ def test_one_process_alone_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with contextlib.closing(tfps.Strategy()) as alone:
         step(alone, lambda state, x: tf.maximum(state.value, tf.reduce_max(x, 0)))
+
+
+def count(strategy: tfps.Strategy, counted: Callable[[Variable, Value], None], dtype: str = "int32") -> None:
+    with strategy.scope():
+        counter = keras.layers.Layer().add_weight(
+            shape=(), initializer="zeros", trainable=False, name="seen", dtype=dtype
+        )
+
+    @tf.function
+    def run(x: Value) -> None:
+        strategy.run(lambda rows: counted(counter.value, rows), (x,))
+
+    run.get_concrete_function(tf.TensorSpec([None, 3]))
+
+
+COUNTERS: dict[str, Callable[[Variable, Value], None]] = {
+    "steps": lambda seen, _: seen.assign_add(1),
+    "a pointer": lambda seen, _: seen.assign((seen + 8) % 32),
+    "columns": lambda seen, x: seen.assign_add(tf.shape(x)[1]),
+    "all rows": lambda seen, x: seen.assign_add(
+        tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.shape(x)[0])
+    ),
+}
+
+
+@pytest.mark.parametrize("counted", COUNTERS.values(), ids=COUNTERS)
+def test_counters_that_are_alike_on_all_replicas_are_taken(
+    strategy: tfps.Strategy, counted: Callable[[Variable, Value], None]
+) -> None:
+    count(strategy, counted)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_integers_that_come_from_a_replicas_rows_are_refused_by_name(strategy: tfps.Strategy, dtype: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"seen.*{dtype}.* number of rows \(at test_layer_states.*all_reduce"):
+        count(strategy, lambda seen, x: seen.assign_add(tf.shape(x, dtype)[0]), dtype)
+    with pytest.raises(UnsupportedError, match=r"seen.*all_gather"):
+        count(strategy, lambda seen, x: seen.assign(tf.cast(tf.reduce_max(x), dtype)), dtype)
+
+
+def exchanged(strategy: tfps.Strategy, used: Callable[[Variable, Value], Value]) -> int:
+    """How many exchanges there are in a step that computes a loss with `used`."""
+    with strategy.scope():
+        state = keras.layers.Layer().add_weight(shape=(3,), initializer="zeros", trainable=False, name="state")
+        kernel = keras.layers.Layer().add_weight(shape=(3,), initializer="ones", name="kernel")
+
+    def forward(x: Value) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(used(state, x) * kernel.value)
+        tape.gradient(loss, kernel.value)
+
+    @tf.function
+    def run(x: Value) -> None:
+        strategy.run(forward, (x,))
+
+    graph = run.get_concrete_function(tf.TensorSpec([None, 3])).graph
+    return exchanges(graph)
+
+
+def exchanges(graph: tf.Graph) -> int:
+    return sum(called(op) == "tfps_pull" for op in graph.get_operations())
+
+
+def assigned(state: Variable, x: Value) -> None:
+    state.assign(0.9 * state + 0.1 * tf.reduce_mean(x, 0))
+
+
+def read_before(state: Variable, x: Value) -> Value:
+    read = tf.convert_to_tensor(state.value)
+    assigned(state, x)
+    return x - read
+
+
+def read_after(state: Variable, x: Value) -> Value:
+    assigned(state, x)
+    return x - state
+
+
+def read_in_a_branch(state: Variable, x: Value) -> Value:
+    assigned(state, x)
+    return tf.cond(tf.shape(x)[1] > 2, lambda: x - state, lambda: x)
+
+
+def not_read(state: Variable, x: Value) -> Value:
+    assigned(state, x)
+    return x
+
+
+def not_of_rows(state: Variable, x: Value) -> Value:
+    state.assign(0.9 * state + 0.1)
+    return x - state
+
+
+@pytest.mark.parametrize(
+    ("used", "times"), [(read_before, 1), (read_after, 1), (read_in_a_branch, 1), (not_read, 0), (not_of_rows, 0)]
+)
+def test_a_state_is_averaged_in_the_step_if_that_reads_it(
+    strategy: tfps.Strategy, used: Callable[[Variable, Value], Value], times: int
+) -> None:
+    assert exchanged(strategy, used) == times
+
+
+def test_so_are_no_statistics_of_batch_normalization(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization()
+        layer.build((None, 3))
+
+    @tf.function
+    def run(x: Value) -> None:
+        def forward(x: Value) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(layer(x, training=True))
+            tape.gradient(loss, layer.gamma.value)
+
+        strategy.run(forward, (x,))
+
+    graph = run.get_concrete_function(tf.TensorSpec([None, 3])).graph
+    assert exchanges(graph) == 0

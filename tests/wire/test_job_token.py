@@ -53,9 +53,15 @@ def test_a_malformed_token_is_refused_without_showing_it(content: str, rule: str
     assert not content or content not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"token_file '.*/missing' cannot be read: No such file"):
-        JobToken.read(str(tmp_path / "missing"))
+def test_a_path_that_is_no_readable_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    for path, why in {
+        tmp_path: f"Is a directory; name the file in that folder, such as '{tmp_path}/token'",
+        tmp_path / "no" / "token": f"No such file or directory; its folder '{tmp_path}/no' does not exist on this host",
+        tmp_path
+        / "missing": "No such file or directory; `\\(umask 077; openssl rand -hex 32 > '.*/missing'\\)` makes one",
+    }.items():
+        with pytest.raises(ConfigError, match=f"token_file '{path}' cannot be read: {why}"):
+            JobToken.read(str(path))
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])

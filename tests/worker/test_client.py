@@ -97,6 +97,7 @@ def test_each_link_has_its_pserver_and_the_cpu_time_of_a_step_once_there_was_one
     for _ in range(3):
         push(worker, 0, np.ones(SPEC.nbytes // 4, np.float32)).wait()
     for link in worker.info.links():
+        assert link.late_s == {0: 0.0}
         assert link.cpu_s_per_step is not None
         assert link.cpu_s_per_step > 0
 

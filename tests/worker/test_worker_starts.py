@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import socketserver
 import threading
 import time
 from dataclasses import replace
@@ -90,6 +91,27 @@ def test_something_else_at_the_address_is_no_pserver(cluster: Cluster) -> None:
     cluster.callback(lambda: other.stop(0).wait())
     with pytest.raises(ConnectError, match="not a tfps pserver"):
         cluster.worker([f"127.0.0.1:{port}"])
+
+
+@one_path
+@pytest.mark.parametrize(
+    ("says", "what"), [(b"SSH-2.0-sshd\r\n", "another server"), (b"HTTP/1.1 400 Bad Request\r\n", "an HTTP server")]
+)
+def test_a_server_without_grpc_at_the_address_is_named_with_what_it_says(
+    cluster: Cluster, says: bytes, what: str
+) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(says)
+
+    other = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    cluster.callback(other.server_close)
+    cluster.callback(other.shutdown)
+    address = f"127.0.0.1:{other.server_address[1]}"
+    said = says.decode().strip()
+    with pytest.raises(ConnectError, match=rf"{address}: what answers there is not a tfps pserver but {what}.*{said}"):
+        cluster.worker([address], config=replace(LONGER, connect_timeout_s=1.0))
 
 
 @one_path

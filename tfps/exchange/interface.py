@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -111,6 +111,7 @@ class Link:
     bytes_per_s: float  # payload while something was waiting to be sent; 0: nothing ever waited
     cpu_s_per_step: float | None = None  # of the pserver's process, for all workers; None: unknown
     shared_memory: bool = False  # instead of a network
+    late_s: Mapping[int, float] = field(default_factory=dict)  # by rank: delay after the first one's push, mean
 
 
 @dataclass(frozen=True, slots=True)

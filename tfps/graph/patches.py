@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +22,9 @@ from tfps.types import Function, Model
 
 class BaseStrategy(tf.distribute.Strategy):
     """What tells `tfps.Strategy` from others in the folders below it."""
+
+
+open_strategies: weakref.WeakSet[BaseStrategy] = weakref.WeakSet()  # that have not been closed; main thread only
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def replica_context() -> tf.distribute.ReplicaContext | None:
     return context if context is not None and isinstance(context.strategy, BaseStrategy) else None
 
 
-def scope_outside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[object]:
+def scope_outside(strategy: tf.distribute.Strategy | None) -> contextlib.AbstractContextManager[object]:
     """The scope of `strategy`, if it is one of tfps and this thread is in none."""
     if not isinstance(strategy, BaseStrategy) or tf.distribute.has_strategy():
         return contextlib.nullcontext()

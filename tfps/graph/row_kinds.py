@@ -96,13 +96,19 @@ _CALLS = {*_BRANCHES, "While", "StatelessWhile", "PartitionedCall", "StatefulPar
 class RowKinds:
     """Tells the kinds of tensors of one replica function, once each."""
 
-    def __init__(self, rows: int | None) -> None:
+    def __init__(self, rows: int | None, noted: dict[int, tuple[tf.Tensor, Kind]] | None = None) -> None:
         self._rows = rows  # of the replica in every step, if that is fixed
+        # As `_found`, of what is known from elsewhere, also within functions.
+        self._noted: dict[int, tuple[tf.Tensor, Kind]] = {} if noted is None else noted
         self._found: dict[int, tuple[tf.Tensor, Kind]] = {}  # by id of the tensor, which is kept: ids are used again
 
     def note(self, tensor: tf.Tensor, kind: Kind) -> None:
         """Notes the kind of a `tensor`, whatever it is computed from."""
-        self._found[id(tensor)] = (tensor, kind)
+        self._noted[id(tensor)] = (tensor, kind)
+
+    def _known(self, tensor: tf.Tensor) -> Kind | None:
+        found = self._noted.get(id(tensor)) or self._found.get(id(tensor))
+        return None if found is None else found[1]
 
     def of(self, tensor: Value) -> Kind:
         """Returns the kind of `tensor`; what is no tensor of a graph is fixed."""
@@ -111,19 +117,19 @@ class RowKinds:
         waiting = [tensor]  # not recursive: graphs are deep
         while waiting:
             each = waiting[-1]
-            if id(each) in self._found:
+            if self._known(each) is not None:
                 waiting.pop()
                 continue
             outer = captured_from(each)
             inputs = list(each.op.inputs) if outer is None else [outer]
-            left = [needed for needed in inputs if tf.is_symbolic_tensor(needed) and id(needed) not in self._found]
+            left = [needed for needed in inputs if tf.is_symbolic_tensor(needed) and self._known(needed) is None]
             if left:
                 waiting += left
                 continue
             waiting.pop()
-            kinds = [self._found[id(needed)][1] if id(needed) in self._found else FIXED for needed in inputs]
-            self.note(each, kinds[0] if outer is not None else self._of_op(each, kinds))
-        return self._found[id(tensor)][1]
+            kinds = [self._known(needed) or FIXED for needed in inputs]
+            self._found[id(each)] = each, kinds[0] if outer is not None else self._of_op(each, kinds)
+        return self._known(tensor) or FIXED
 
     def origin(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the tensor that made `tensor` what it is: of the same kind, but none that it is computed from is."""
@@ -137,7 +143,7 @@ class RowKinds:
     def _of_op(self, tensor: tf.Tensor, inputs: Sequence[Kind]) -> Kind:
         op = tensor.op
         if op.type == "Placeholder":
-            return _argument(tensor)
+            return self._argument(tensor)
         if all(each.of is Of.FIXED for each in inputs):
             return FIXED
         if (within := self._within(tensor, inputs)) is not None:
@@ -154,9 +160,24 @@ class RowKinds:
             return kind
         if "Random" in op.type:
             return Kind(Of.ROWS) if inputs[0].of is Of.COUNT else FIXED
+        if "PyFunc" in op.type and tensor.shape.rank is None:
+            return Kind(Of.UNSURE)
+        if (
+            op.type == "Reshape"
+            and inputs[0].of is Of.PICKED
+            and (tensor.shape.rank or 0) > (op.inputs[0].shape.rank or 0)
+        ):
+            return self._placed(tensor, inputs, Of.ROWS)  # as many are picked of each row
         if op.type == "Where":
             return Kind(Of.PICKED)
         return self._placed(tensor, inputs, _computed(op.type, inputs))
+
+    def _argument(self, tensor: tf.Tensor) -> Kind:
+        """The kind of an argument that is not known to be of the batch."""
+        if tensor.dtype in (tf.resource, tf.variant):
+            return FIXED
+        sure = not tensor.shape.is_fully_defined() or (tensor.shape.rank and tensor.shape[0] == self._rows)
+        return Kind(Of.ROWS if sure else Of.UNSURE)
 
     def _within(self, tensor: tf.Tensor, inputs: Sequence[Kind]) -> Kind | None:
         """The kind of what a function in the graph returns, or either branch of a condition that no row decides."""
@@ -171,9 +192,8 @@ class RowKinds:
         for graph in graphs:
             if graph is None or len(graph.inputs) != len(given):
                 return None
-            kinds = RowKinds(self._rows)
-            for each, kind in zip(graph.inputs, given, strict=True):
-                kinds.note(each, kind)
+            kinds = RowKinds(self._rows, self._noted)
+            kinds._found = {id(each): (each, kind) for each, kind in zip(graph.inputs, given, strict=True)}
             found.append(kinds.of(graph.outputs[tensor.value_index]))
         return replace(_sum(found), axis=found[0].axis)
 
@@ -197,10 +217,10 @@ class RowKinds:
         begin, shape = tf.get_static_value(op.inputs[1]), op.inputs[0].op
         if begin is None or begin.size != 1 or not op.get_attr("shrink_axis_mask") or shape.type != "Shape":
             return None
-        rank, of = shape.inputs[0].shape.rank, self._found.get(id(shape.inputs[0]))
+        rank, of = shape.inputs[0].shape.rank, self._known(shape.inputs[0])
         if rank is None or of is None:
             return None
-        return Kind(Of.COUNT) if int(begin[0]) % rank == of[1].axis else FIXED
+        return Kind(Of.COUNT) if int(begin[0]) % rank == of.axis else FIXED
 
     def _placed(self, tensor: tf.Tensor, inputs: Sequence[Kind], of: Of) -> Kind:
         """What is computed from `inputs`, with the axis that the rows may have there; unsure if they have none left."""
@@ -224,13 +244,6 @@ class RowKinds:
         if not possible and self._rows and sizes and sizes[0] and sizes[0] % self._rows == 0:
             possible = [0]  # flattened
         return Kind(of, possible[0]) if possible else Kind(Of.UNSURE)
-
-
-def _argument(tensor: tf.Tensor) -> Kind:
-    """The kind of an argument that is not known to be of the batch."""
-    if tensor.dtype in (tf.resource, tf.variant):
-        return FIXED
-    return Kind(Of.UNSURE if tensor.shape.is_fully_defined() else Of.ROWS)
 
 
 def _computed(how: str, inputs: Sequence[Kind]) -> Of:

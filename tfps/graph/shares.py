@@ -62,7 +62,10 @@ class LastBatch:
         with tf.init_scope(), tf.device(HOST):
             # Of the whole job, then of each local replica; last, if it `changes`, the number of replicas of the job.
             self.size = 1 + replicas + changes
-            self._rows = ResourceVariable([UNKNOWN] * self.size, dtype=tf.int64, trainable=False, name="tfps_rows")
+            self._rows, self._evaluated = (  # noted last, and in an evaluation of Keras
+                ResourceVariable([UNKNOWN] * self.size, dtype=tf.int64, trainable=False, name="tfps_rows")
+                for _ in range(2)
+            )
             # Of each local replica: given to the function that runs now, and to the last one; then of the whole job in
             # the step of Keras that trains now.
             self._given = [
@@ -71,13 +74,16 @@ class LastBatch:
             ]
 
     def note(self, iterator: Batches, rows: tf.Tensor) -> None:
-        """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [size], if the first is known."""
+        """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [size]; in training if it is known."""
         graph = ops.get_default_graph()
         if not hasattr(graph, self._name):
             setattr(graph, self._name, weakref.WeakSet())
         getattr(graph, self._name).add(iterator)
         rows = tf.ensure_shape(rows, [self.size])
         with tf.device(HOST):
+            if _current.step == "evaluation":
+                self._evaluated.assign(rows, read_value=False)
+                return
             # Not `where`: a graph that evaluates on another thread must not write back what it read.
             tf.cond(rows[0] >= 0, lambda: self._rows.assign(rows, read_value=False), tf.no_op)
 
@@ -89,14 +95,14 @@ class LastBatch:
             known = self._rows.read_value()[-1]
         return tf.where(known > 0, known, tf.constant(otherwise, tf.int64))
 
-    def of_graph(self) -> tf.Tensor | None:
-        """Returns the rows noted last; None if the current and outer graphs take batches of no or several iterators."""
+    def of_graph(self, step: KerasStep | None = None) -> tf.Tensor | None:
+        """Returns the rows noted last in a `step`; None if the current and outer graphs have not one iterator."""
         graphs = outer_graphs(ops.get_default_graph())
         taken = {id(iterator) for graph in graphs for iterator in getattr(graph, self._name, ())}
         if len(taken) != 1:
             return None
         with tf.device(HOST):
-            return self._rows.read_value()
+            return (self._evaluated if step == "evaluation" else self._rows).read_value()
 
     @contextlib.contextmanager
     def giving(self, replica: int, rows: tf.Tensor | None, total: tf.Tensor | None) -> Iterator[None]:
@@ -139,6 +145,9 @@ class Share:
         self.rows, self.replicas, self.step = rows, replicas, step
         self._inputs = tf.nest.flatten(inputs, expand_composites=True)
         self._alike: list[tf.Tensor] = []  # the same on all replicas, as they were reduced
+        self.outer: Share | None = self  # of the replica function itself
+        # Called at the end of the replica function, while it is traced, with what it returns; by id of a variable.
+        self.at_end: dict[int, Callable[[Structure], None]] = {}
         self._kinds: RowKinds | None = None
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
@@ -183,7 +192,7 @@ class Share:
     def total(self, *, exchange: bool) -> tf.Tensor | None:
         """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell."""
         exchange = exchange or self.step == "training"  # all replicas take part in this
-        if self._total is None and self.trains:
+        if self._total is None and (self.trains or self.step == "evaluation"):  # whose notes are of its own batches
             self._total = self._noted
         if self._total is None and exchange:
             with self._in_graph(), replaced(_current, "gradients", None):
@@ -321,6 +330,8 @@ class NestedShare(Share):
         self._total = total if step is not None else None
         if around is not None:
             self._inputs, self._alike, self._kinds = around._inputs, around._alike, around.kinds
+            self.at_end = around.at_end
+        self.outer = around
 
     @property
     def trains(self) -> bool:
@@ -359,7 +370,7 @@ def with_share(
         eager, share, known = tf.executing_eagerly(), None, None
         if rows is not None:
             _warn_of_empty_first(given)
-            noted = None if eager else last_batch.of_graph()
+            noted = None if eager else last_batch.of_graph(step)
             last = None if noted is None else (noted[0], noted[1 + replica])
             if eager or tf.get_static_value(rows) in (None, 0):
                 given = last_batch.fillers.fill(replica, rows, given)
@@ -370,6 +381,8 @@ def with_share(
         own = _Function(graph, share, nested, step)
         with last_batch.giving(replica, rows, known), replaced(_current, "function", own):
             result = function(*given[0], **given[1])
+            for end in list(share.at_end.values()) if share is not None else ():
+                end(result)
         if share is not None and step is not None and share.fixed_rows:
             share.mark_each_row(result)
         if share is None or not share.may_be_empty:

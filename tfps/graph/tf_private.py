@@ -13,6 +13,7 @@ import inspect
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -89,7 +90,10 @@ try:
     from tensorflow.core.framework import attr_value_pb2  # marks read-only resource inputs of a call
     from tensorflow.python.autograph.core import config as autograph_config  # which modules AutoGraph leaves alone
     from tensorflow.python.autograph.core import config_lib as autograph_rules
-    from tensorflow.python.data.ops import flat_map_op  # what Dataset.from_generator ends with
+    from tensorflow.python.data.ops import (
+        dataset_ops,  # a dataset of another one's variant, whose functions it keeps
+        flat_map_op,  # what Dataset.from_generator ends with
+    )
     from tensorflow.python.data.util import random_seed as data_seeds  # seeds of datasets without one
     from tensorflow.python.distribute import (
         distribute_lib,  # ReplicaContext with an id: the public constructor is for the current replica
@@ -125,6 +129,8 @@ try:
     # What Extended overrides: if one of these is gone, TensorFlow never calls the override. The first one decides
     # whether a strategy uses merge_call.
     _extended = mirrored_strategy.MirroredExtended
+    needs(dataset_ops, "UnaryUnchangedStructureDataset")
+    needs(tf.data.Dataset, "interleave", "_variant_tensor", "_flat_structure", "_functions", "_inputs")
     needs(_extended, "_use_merge_call", "_num_replicas_in_sync", "_get_replica_id_in_sync_group")
     needs(_extended, "_get_local_replica_id", "_create_variable", "_call_for_each_replica", "_replica_ctx_all_reduce")
     needs(_extended, "_replica_ctx_update", "_update", "_reduce_to", "_batch_reduce_to", "_gather_to_implementation")
@@ -266,7 +272,30 @@ def _keep_inner_axes(original: Callable[..., Structure]) -> Callable[..., Struct
 
 
 _ERRORS = "a call of a function, those of Keras' steps included, raises errors of tfps as they are"
+_unordered: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
+
+
+def _interleave(original: Callable[..., tf.data.Dataset]) -> Callable[..., tf.data.Dataset]:
+    """Notes who asks for any order: the dataset that comes does not tell."""
+
+    @functools.wraps(original)
+    def interleave(*args: object, **options: object) -> tf.data.Dataset:
+        made = original(*args, **options)
+        if False in (options.get("deterministic"), *args[5:6]):
+            _unordered.add(made)
+        return made
+
+    return interleave
+
+
 PATCHES = (
+    Patch(
+        tf.data.Dataset,
+        "interleave",
+        _interleave,
+        "notes who asks for any order, which the ranks of a job then must not have",
+        "tests/input/test_order.py",
+    ),
     Patch(Function, "__call__", _translate_errors, _ERRORS, "tests/test_errors.py"),
     Patch(ConcreteFunction, "__call__", _translate_errors, _ERRORS, "tests/test_errors.py"),
     Patch(
@@ -274,7 +303,7 @@ PATCHES = (
         "_from_compatible_tensor_list",
         _keep_inner_axes,
         "a part of a batch without rows keeps the dense inner axes of its ragged tensors",
-        "tests/integration/test_rows.py",
+        "tests/input/test_whole_batches.py",
     ),
 )
 
@@ -367,6 +396,43 @@ def reads_files(dataset: tf.data.Dataset) -> bool:
         if any(of_files(node.op) for node in nodes):
             return True
     return any(map(reads_files, dataset._inputs()))
+
+
+def is_unordered(dataset: tf.data.Dataset) -> bool:
+    """Whether a parallel op of `dataset` may yield its elements in an order by chance, as a program has asked for."""
+    said = dataset.options().deterministic is False, str(getattr(dataset, "_deterministic", "")).lower() == "false"
+    if any(said) or dataset in _unordered:
+        return True
+    for function in dataset._functions():
+        graph = function.function.graph.as_graph_def()
+        nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
+        if any(node.attr["deterministic"].s == b"false" for node in nodes if "deterministic" in node.attr):
+            return True
+    return any(map(is_unordered, dataset._inputs()))
+
+
+class _InOrder(dataset_ops.UnaryUnchangedStructureDataset):
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        # Beside the option, which does not win over what an op itself says.
+        variant = tf.raw_ops.OptimizeDatasetV2(
+            input_dataset=dataset._variant_tensor,
+            optimizations_enabled=["make_deterministic"],
+            optimizations_disabled=[],
+            optimizations_default=[],
+            **dataset._flat_structure,
+        )
+        super().__init__(dataset, variant)
+
+
+def in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset`, whose parallel ops yield elements in the order in which they would without others."""
+    options = tf.data.Options()
+    options.deterministic = True
+    known = int(dataset.cardinality())
+    ordered = _InOrder(dataset).with_options(options)
+    if known == tf.data.experimental.UNKNOWN_CARDINALITY:
+        return ordered
+    return ordered.apply(tf.data.experimental.assert_cardinality(known))
 
 
 def outer_graphs(graph: tf.Graph) -> list[tf.Graph]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,6 +22,8 @@ from tfps.graph.tf_private import (
     DistributedDataset,
     DistributedDatasetsFromFunction,
     dummy_batch,
+    in_order,
+    is_unordered,
     made_by_generator,
     of_any_size,
 )
@@ -33,6 +36,7 @@ from tfps.keras_hooks.generators import Reading
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
 
+logger = logging.getLogger("tfps")
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 _MISSING = object()
 Whole = Callable[[], list[tf.data.Dataset]]  # all workers' data, if it may be handed out
@@ -53,6 +57,7 @@ class _Staged:
     cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
     reading: Reading | None = None  # of a Python generator that others may read after it
     goes_on = False  # whether the next iterator goes on where they have stopped the last one
+    sizes: Callable[[int], int] | None = None  # rows of a whole batch that is divided, by position, if known
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
@@ -100,6 +105,7 @@ class _Staged:
         )
         if self.reading is not None and whole is None:  # batches that are handed out are not taken one by one
             feed.begins = functools.partial(self.reading.begin, feed.supersede, goes_on=self.goes_on)
+        feed.sizes = self.sizes
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
@@ -183,6 +189,24 @@ def _as_one_process(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def _ordered(extended: tf.distribute.StrategyExtended, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset`, in one order if ranks make whole batches of it: else rows would be missing, others twice."""
+    several = extended.shards and extended._make_input_context().num_input_pipelines > 1
+    if not several or not is_same_on_all(dataset) or not is_unordered(dataset):
+        return dataset
+    _say_ordered()
+    return in_order(dataset)
+
+
+@functools.cache
+def _say_ordered() -> None:
+    logger.info(
+        "tfps: a dataset is read in a fixed order, though a map, batch, interleave or its options say "
+        "deterministic=False: each rank makes the whole batches and takes its rows of them. For an order by chance "
+        "give each rank its own data (AutoShardPolicy.FILE or OFF)"
+    )
+
+
 def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:
     """Returns `dataset`, whose batches can be cut or end with an error, and what knows its first batches.
 
@@ -190,6 +214,7 @@ def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tupl
     """
     if not isinstance(dataset, tf.data.Dataset):
         return None, dataset
+    dataset = _ordered(extended, dataset)
     cuts = (extended.changes and extended.shards) or extended._make_input_context().num_replicas_in_sync > 1
     looks = [has_one_size(dataset.element_spec)] if cuts else []
     compares = extended.staging is not None and extended.staging.compares and extended.shards

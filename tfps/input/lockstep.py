@@ -144,6 +144,7 @@ class Lockstep:
         self._pause: tuple[IteratorProgress, int] | None = None  # the last batch that it takes before it does
         self._failure = ""
         self._warned = False
+        self.cut_short = False  # whether the data that ended last did so because another rank had no more
         self._announced = threading.Condition(self._lock)  # notified when `_owed` may be empty
         self._stopped: threading.Event | None = None  # set when the program waits for a batch that is not announced
         with tf.init_scope(), tf.device(graph_ops.HOST):
@@ -365,6 +366,7 @@ class Lockstep:
                 return
             elif verdict is not None and not verdict.all_have:
                 answer, progress.over = (None, verdict.error), True
+                self.cut_short = bool(verdict.warning)
                 if verdict.warning and not self._warned:
                     self._warned = True
                     logger.warning("%s", verdict.warning)

@@ -195,6 +195,7 @@ class Feed:
         self._first, self._compares = first, meets and staging.compares  # else this worker iterates alone
         self._staging, self._stage, self._hands_out = staging, stage, hands_out
         self._groups: Iterator[Group] | None = groups
+        self.sizes: Callable[[int], int] | None = None  # rows of a whole batch of all ranks by position, if known
         self._unknown = [UNKNOWN] * (1 + len(staging.devices) + staging.changes)
         self._cut, self._ranks = cut, ranks  # `_ranks`: those of the last batch that was taken
         # By key: the whole batch, the ranks it is cut for; the lock keeps a batch from being cut by two threads.
@@ -302,6 +303,8 @@ class Feed:
                             self._whole[key] = batches[0], self._ranks
                             batches = self._cut(*self._whole[key])
                         rows = self._rows_of(batches)
+                        if self.sizes is not None:
+                            rows[0] = self.sizes(position)
                         self._stage.put(key, batches)
                         staging.foresee(batches)
                         if staging.spans.recorder.enabled:
@@ -311,7 +314,8 @@ class Feed:
                         if progress is not None:
                             progress.staged(position, key)
                         else:
-                            self._put_token(key, "", [max(UNKNOWN, rows[0] * staging.workers), *rows[1:]])
+                            total = rows[0] * (staging.workers if self.sizes is None else 1)
+                            self._put_token(key, "", [max(UNKNOWN, total), *rows[1:]])
                             del self._rows[key]
                             self._whole.pop(key, None)
                         if self._view is not None:
@@ -437,7 +441,9 @@ class Feed:
             if key is None:
                 self._put_token(END, text)
             else:
-                own = self._rows[key][1 : 1 + len(self._staging.devices)]
+                known, *own = self._rows[key][: 1 + len(self._staging.devices)]
+                if rows == UNKNOWN and self.sizes is not None:  # the ranks have announced nothing, as in evaluation
+                    rows = known
                 self._put_token(key, text, [rows, *own, *[replicas] * self._staging.changes])
                 del self._rows[key]
                 self._whole.pop(key, None)

@@ -2,7 +2,7 @@
 
 How and why: docs/design.md, "Who weights what".
 
-Tested in tests/integration/test_rows.py and tests/keras_hooks/test_differentiated.py.
+Tested in tests/programs/taught_vectors.py and tests/integration/programs_named.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfps.keras_hooks.hooks import replaces
 from tfps.types import Function, Structure, Value
 
 
-@replaces(tf.GradientTape, "gradient", "tests/integration/test_rows.py")
+@replaces(tf.GradientTape, "gradient", "tests/programs/test_taught.py")
 def _gradient(
     original: Function,
     tape: tf.GradientTape,
@@ -82,4 +82,20 @@ def say_if_no_mean(share: Share, what: str, value: Value, *, averaged: bool = Fa
         "its own rows, so training differs from that of one process. Sum over the replicas first, for example: "
         "total, count = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, "
         "[tf.reduce_sum(losses * weights), tf.reduce_sum(weights)]), and take total / count"
+    )
+
+
+def say_if_metric_is_no_mean(share: Share, name: str, value: Value) -> None:
+    """Logs once, while tracing, that one number that metric `name` gets for a batch does not add up over replicas."""
+    if share.graph is None or not tf.is_symbolic_tensor(value):
+        return
+    kind, made = share.kinds.of(value), share.kinds.origin(value).op
+    in_python = kind.of is Of.UNSURE and "PyFunc" in made.type
+    if kind.adds_up and not in_python:
+        return
+    what = "may be no mean of all rows, as Python computes it" if in_python else kind.words
+    say_once(
+        f"metric {name!r} gets one number for a batch, which {what}, at {place_of(made)}: each replica computes it "
+        "from its own rows, so results may differ from those of one process, and are NaN if one replica's is. Give "
+        "keras.metrics.Mean a number for each row, with sample_weight=0 for rows that are not to count"
     )

@@ -9,7 +9,7 @@ Tested in tests/test_versions.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import keras
@@ -63,6 +63,7 @@ with _fitting():
     needs(nn_module, "conv")
     needs(keras.losses, "Dice", "Tversky", "Circle")
     needs(keras.callbacks, "BackupAndRestore", "CallbackList", "CSVLogger", "EarlyStopping", "ModelCheckpoint")
+    needs(keras.callbacks.ProgbarLogger, "on_epoch_end")
     needs(keras.callbacks, "RemoteMonitor", "SwapEMAWeights", "TerminateOnNaN")
     # `compile` is replaced in the class that defines it: `compile_from_config` skips a model whose `compile` is not
     # that class's.
@@ -75,6 +76,7 @@ with _fitting():
     # An epoch ends with the data where workers do not step together, and staging reads no further (loops.py).
     needs(trainer_module.TFEpochIterator, "_distribute_strategy", "_distributed_dataset", "_num_batches", "tf_sync")
     needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter")
+    needs(trainer_module.TFEpochIterator, "_interrupted_warning")
     # Where a worker that joins goes on (joining.py, python_data.py).
     needs(trainer_module.TFEpochIterator, "_current_iterator", "_steps_seen")
     needs(PyDatasetAdapter, "_get_iterator", "py_dataset", "enqueuer", "shuffle")
@@ -134,6 +136,15 @@ def begin_at(model: Model, epoch: int | None) -> None:
 def of_tf_data(epochs: Batches) -> bool:
     """Whether an epoch iterator reads arrays or a `tf.data.Dataset`: Keras makes nothing in Python."""
     return isinstance(epochs.data_adapter, (ArrayDataAdapter, TFDatasetAdapter))
+
+
+def sizes_of_arrays(epochs: Batches) -> Callable[[int], int] | None:
+    """Returns what gives the rows of a batch of an epoch by its position; None if an epoch iterator reads no arrays."""
+    adapter = epochs.data_adapter
+    if not isinstance(adapter, ArrayDataAdapter):
+        return None
+    last, size, fewer = adapter.num_batches - 1, adapter.batch_size, adapter.partial_batch_size
+    return lambda position: fewer if fewer and position == last else size
 
 
 def py_dataset_adapter(epochs: Batches) -> Batches | None:

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, replaced, strategy_of
+from tfps.errors import UnsupportedError
+from tfps.graph.patches import BaseStrategy, replaced, scope_outside, strategy_of
 from tfps.keras_hooks.hooks import for_models, replaces
-from tfps.keras_hooks.keras_private import nn_module
+from tfps.keras_hooks.keras_private import Stepper, nn_module
 from tfps.keras_hooks.variables import of_tensorflow
-from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Value
+from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Value, Variable
 
 logger = logging.getLogger("tfps")
 
@@ -28,21 +29,24 @@ logger = logging.getLogger("tfps")
 def _build_if_possible(
     original: Function, strategy: BaseStrategy, model: Model, iterator: Batches = None, data_batch: Structure = None
 ) -> None:
-    """Builds by one replica's batch, as batches may differ in size; what Keras cannot build, the first step does.
+    """Builds by the data's spec, without reading any; what Keras cannot build, the first step does.
 
     Keras builds models before the first step under every strategy but not without one. It cannot build one without
-    `call()`, whose `train_step` uses layers and models of its own (GANs, VAEs), or whose `call()` is only a part.
+    `call()`, whose `train_step` uses layers and models of its own (GANs, VAEs), or whose `call()` is only a part. If
+    such a step, or an eager one, is to build a model, it does, as in plain Keras: what calls a layer first gives its
+    variables their paths, by which optimizers exclude some, and an eager step knows all sizes.
 
-    Keras takes the mean of the replicas' first batches, which fails if sizes differ. The dataset's spec suffices where
-    complete. Taking a batch would give a shuffled dataset its second order in the first epoch.
+    Keras would take the mean of the replicas' first batches, which fails if sizes differ. Taking a batch would give a
+    shuffled dataset its second order in the first epoch.
     """
     if type(model).call is keras.Model.call:  # no `call()`: Keras would warn of layers that are not built
         return
+    _check_stateful(strategy, model)
     if iterator is not None:
         data_batch = _described_batch(iterator)
-        if data_batch is None:
-            *_, batches = next(iter(iterator))
-            data_batch = keras.tree.map_structure(_example, next(batches))
+    built = all(layer.built for layer in model._flatten_layers())
+    if not built and (_has_own_step(model) or (model.run_eagerly and not _is_known(data_batch))):
+        return
     optimizer = model.optimizer
     builds = optimizer is not None and not optimizer.built
     try:
@@ -58,6 +62,25 @@ def _build_if_possible(
             optimizer.build(model.trainable_variables)
 
 
+@replaces(keras.Layer, "add_weight", "tests/integration/test_scopes.py")
+def _add_where_others_are(original: Function, layer: Layer, *args: object, **options: object) -> Variable:
+    """Enters the scope of the layer's other variables for one that it gets later (`enable_lora`, `quantize`)."""
+    if tf.distribute.has_strategy():
+        return original(layer, *args, **options)
+    first = next((of_tensorflow(each) for each in layer.variables), None)
+    with scope_outside(strategy_of(first)):
+        return original(layer, *args, **options)
+
+
+@replaces(keras.Model, "build", "tests/integration/test_scopes.py")
+@replaces(keras.Sequential, "build", "tests/integration/test_scopes.py", "as `Model.build`")
+@for_models
+def _build_in_scope(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> None:
+    """Enters the model's scope, also where a first call builds it."""
+    with scope_outside(strategy):
+        original(model, *args, **options)
+
+
 @replaces(keras.layers.BatchNormalization, "build", "tests/integration/test_rows.py")
 def _build_normalization(original: Function, layer: Layer, *args: object, **options: object) -> None:
     """Marks moving statistics as those of a replica's batch, as documented: also with a mask, where it is no mean."""
@@ -69,26 +92,35 @@ def _build_normalization(original: Function, layer: Layer, *args: object, **opti
 
 
 def _described_batch(epochs: Batches) -> Structure:
-    """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined.
-
-    An optional (a generator's None) becomes None, as in Keras' steps.
-    """
+    """Returns the specs of one replica's batch in `fit`. An optional (a generator's None) becomes None, as in steps."""
     dataset = epochs._distributed_dataset
     spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
-    spec = keras.tree.map_structure(lambda each: None if isinstance(each, tf.OptionalSpec) else each, spec)
-    for each in filter(None, keras.tree.flatten(spec)):
-        if not isinstance(each, tf.TensorSpec) or not each.shape[1:].is_fully_defined():
-            return None
-    return spec
+    return keras.tree.map_structure(lambda each: None if isinstance(each, tf.OptionalSpec) else each, spec)
 
 
-def _example(value: Value) -> Value:
-    """Returns the first replica's part of `value`, with at least one row: Keras takes losses of no rows for vectors."""
-    if isinstance(value, tf.distribute.DistributedValues):
-        value = value.values[0]
-    if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0:
-        return tf.zeros([1, *value.shape[1:]], value.dtype)
-    return value
+def _check_stateful(strategy: BaseStrategy, model: Model) -> None:
+    replicas = strategy.extended._num_replicas_in_sync
+    for layer in model._flatten_layers() if replicas > 1 and strategy.extended.policy.together else ():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            size = keras.tree.flatten(layer.states)[0].shape[0] if layer.built else None
+            parts = "its part" if size is None else f"{size / replicas:.3g} of {size} rows"
+            raise UnsupportedError(
+                f"layer {layer.name!r} of model {model.name!r} is stateful"
+                f"{'' if size is None else f' with batch size {size}'}, but {replicas} replicas divide each batch and "
+                f"one gets {parts}, so the state would be of other rows; make the layer with stateful=False, or train "
+                "and evaluate this model with one worker and one device"
+            )
+
+
+def _has_own_step(model: Model) -> bool:
+    return type(model).train_step is not Stepper.train_step or type(model).test_step is not Stepper.test_step
+
+
+def _is_known(batch: Structure) -> bool:
+    """Whether all sizes of `batch`, values or specs, are known, but for the number of rows."""
+    return all(
+        each.shape[1:].is_fully_defined() for each in keras.tree.flatten(batch) if isinstance(each, tf.TensorSpec)
+    )
 
 
 @replaces(nn_module, "conv", "tests/keras_hooks/test_convolutions.py")

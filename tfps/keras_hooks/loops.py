@@ -21,7 +21,13 @@ from tfps.graph.patches import BaseStrategy, replaced
 from tfps.keras_hooks import generators
 from tfps.keras_hooks.agreed_logs import compared_tables
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
-from tfps.keras_hooks.keras_private import add_steps_seen, begin_at, trainer_module
+from tfps.keras_hooks.keras_private import (
+    add_steps_seen,
+    begin_at,
+    distributed_dataset,
+    sizes_of_arrays,
+    trainer_module,
+)
 from tfps.keras_hooks.python_data import check_generators
 from tfps.types import Batches, Callback, Function, Model
 
@@ -34,6 +40,7 @@ class Sharding(threading.local):
 
     on = True
     evaluates = False  # whether this thread evaluates
+    cut_short = False  # whether its last epoch of `fit` ended because another rank had no more data
     in_epoch = False  # whether this thread is within an epoch of `fit`, or between steps of `evaluate`
 
     def off(self) -> contextlib.AbstractContextManager[None]:
@@ -86,6 +93,8 @@ def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[o
     makes = getattr(epochs.data_adapter, "enqueuer", None) is not None
     allows = strategy is not None and steps is not None and makes
     if strategy is not None and strategy.extended.sharding.on:
+        if not strategy.extended.changes and hasattr(distributed_dataset(epochs), "sizes"):
+            distributed_dataset(epochs).sizes = sizes_of_arrays(epochs)
         strategy.extended.policy.begin_steps()
     skipped = seen = 0
     if strategy is not None and epochs is strategy.extended.epochs:  # of an epoch that a worker joins
@@ -114,11 +123,34 @@ def _catch_stop_iteration(original: Function, epochs: Batches) -> contextlib.Abs
 
     @contextlib.contextmanager
     def within_epoch(epochs: Batches) -> Iterator[None]:
-        with original(epochs), replaced(strategy.extended.sharding, "in_epoch", True):
+        sharding, staging = extended.sharding, extended.staging
+        lockstep, warn = None if staging is None else staging.lockstep, epochs._interrupted_warning
+        cut_short = False
+
+        def ran_out() -> None:
+            """Keras' warning, unless ours has said whose data ended."""
+            nonlocal cut_short
+            cut_short = lockstep is not None and lockstep.cut_short
+            if not cut_short:
+                warn()
+
+        quiet, inside = replaced(epochs, "_interrupted_warning", ran_out), replaced(sharding, "in_epoch", True)
+        with quiet, original(epochs), inside:
             yield
+        if not sharding.evaluates:
+            sharding.cut_short = cut_short
 
     extended = strategy.extended
     return extended.policy.epoch(epochs, within_epoch) if extended.hands_out else within_epoch(epochs)
+
+
+@replaces(keras.callbacks.ProgbarLogger, "on_epoch_end", "tests/input/test_lockstep.py")
+@for_callbacks
+def _end_bar(original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object) -> None:
+    """The bar of an epoch that another rank's data has ended shows the steps that there were."""
+    short = strategy.extended.sharding.cut_short
+    with replaced(callback, "target", callback.seen) if short else contextlib.nullcontext():
+        original(callback, *args, **options)
 
 
 @replaces(keras.callbacks.CallbackList, "on_train_end", _LOCAL)

@@ -27,7 +27,8 @@ from tfps.graph.shares import (
     with_values,
 )
 from tfps.graph.tf_private import is_differentiated
-from tfps.keras_hooks.differentiated import say_if_no_mean
+from tfps.keras_hooks.alone import say_if_alone
+from tfps.keras_hooks.differentiated import say_if_metric_is_no_mean, say_if_no_mean
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
@@ -43,6 +44,8 @@ def _mark_steps(made: str, trains: bool, original: Function, model: Model, force
     before = getattr(model, made)
     result = original(model, force=force)
     function = getattr(model, made)
+    if strategy_of(model) is None and trains:
+        say_if_alone(model)
     if function in (None, before) or strategy_of(model) is None:
         return result
 
@@ -135,7 +138,8 @@ def _reduced(
     if not trains:
         say_once(
             "outside of training, each replica computes masked, sample-weighted or summed losses locally, and these "
-            "count by rows: if batches do not divide evenly, the result is not exactly that of one process"
+            "count by rows: if batches do not divide evenly, the result is not exactly that of one process, but for "
+            "sums of arrays"
         )
     if sums:  # in replica functions of programs, gradients are summed
         loss = reduced()
@@ -235,10 +239,11 @@ def _tracked_scalar(
     """A scalar counts by the replica's rows."""
     share = current_share()
     if share is not None and sample_weight is None and _is_scalar(values):
+        say_if_metric_is_no_mean(share, metric.name, values)
         if not share.trains:
             say_once(
-                "outside of training, a scalar given to keras.metrics.Mean counts once for each replica: if batches "
-                "do not divide evenly, the result is not exactly that of one process"
+                "outside of training, a scalar given to keras.metrics.Mean counts once for each replica, unless the "
+                "data are arrays: if batches do not divide evenly, the result is not exactly that of one process"
             )
         values = share.only_if_rows(tf.convert_to_tensor(values))
         sample_weight = share.only_if_rows(share.relative(tf.as_dtype(metric.dtype)))

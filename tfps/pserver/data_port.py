@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from tfps.errors import ConfigError, TfpsError
-from tfps.pserver.guard import Newest, Rate, listen
+from tfps.pserver.guard import Newest, Rate, listen, why_not_listening
 from tfps.pserver.job import Session
 from tfps.wire.connection import BrokenConnectionError, Connection, admit, given_up, greet, refuse
 from tfps.wire.job_token import JobToken
@@ -39,7 +39,8 @@ class DataPort:
         try:
             self._listening = listen(host, port, backlog=128)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} for data connections: {error.strerror}") from error
+            why = why_not_listening(error, port)
+            raise ConfigError(f"cannot listen on {host}:{port} for data connections: {why}") from error
         self.port = int(self._listening.getsockname()[1])
         self._strangers = Newest(_MAX_STRANGERS)
         self._lock = threading.Condition()  # guards the next two; notified when a connection has ended

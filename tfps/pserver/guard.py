@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import ipaddress
 import socket
 import threading
@@ -27,6 +28,7 @@ _MAX_OTHER_BYTES = 64 * 1024
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 _EVERY = (EVERYWHERE, "::", "")
 _ELSEWHERE = (socket.AF_INET, "192.0.2.1", "{}"), (socket.AF_INET6, "2001:db8::1", "[{}]")  # for documentation only
+_SHOWN = 80  # characters of a command
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as where it is turned off
 
 
@@ -218,6 +220,21 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
                 raise
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def why_not_listening(error: OSError, port: int) -> str:
+    """Why a port cannot be listened on, and who has it or how to find out."""
+    reason = error.strerror or str(error)
+    if error.errno != errno.EADDRINUSE:
+        return reason
+    with contextlib.suppress(Exception):  # psutil is optional, and may not be allowed to look
+        psutil = importlib.import_module("psutil")
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+                name = " ".join(psutil.Process(each.pid).cmdline())[:_SHOWN]
+                return f"{reason} by process {each.pid} ({name}); end it, or choose another port"
+    look = f"`ss -ltnp 'sport = :{port}'` (as root: of all users) shows by which process"
+    return f"{reason}; {look}; end it, or choose another port"
 
 
 def _open_to_others(security: Security) -> bool:

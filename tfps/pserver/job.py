@@ -306,8 +306,7 @@ class Job(Elastic):
             self._raise_failure()
             if declaration.agreed:
                 return
-            gone = members.gone()
-            if rank in gone or rank not in members.members:
+            if rank in (gone := members.gone()) or rank not in members.members:
                 raise ClosedError("the worker has left the job, or was lost")
             late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
@@ -317,8 +316,7 @@ class Job(Elastic):
             self._raise_failure()
             declaration.lines.pop(rank, None)
             names = ", ".join(map(members.describe, late or members.not_streaming()))
-            hint = f" ({_EVERY_RANK})" if number else " (is it started? see its log)"
-            raise WaitTimeoutError(f"not {what}: {names}{hint}")
+            raise WaitTimeoutError(f"not {what}: {names} ({_EVERY_RANK if number else 'is it started? see its log'})")
 
     def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._failure is not None or declaration.agreed:
@@ -397,7 +395,7 @@ class Job(Elastic):
             return
         if not header.flags & ASK:  # rows are asked for ahead
             member.step = max(member.step, header.step)
-        member.wait_s += wait_ns / 1e9  # only its stream's thread writes both
+        member.wait_s += wait_ns / 1e9 if header.step else 0  # not in the first step, before which graphs are built
         if answers:
             self._send(answers)
         self._hurry(header.bucket, item, header.index)

@@ -12,7 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from tfps.errors import ConfigError
 from tfps.membership.members import State
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.guard import Newest, listen
+from tfps.pserver.guard import Newest, listen, why_not_listening
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
 
@@ -48,7 +48,7 @@ _PER_RANK = (
     ("in_flight_bytes", False, "Payload sent to the rank and not acknowledged"),
     ("window_bytes", False, "What may be in flight to the rank"),
     ("awaited_slices", False, "Slices for which other ranks wait for this one"),
-    ("wait_s", True, "Sum over slices of how long after the first rank's push the rank's own came"),
+    ("wait_s", True, "Sum over slices, but those of the first step, of its push's delay after the first rank's"),
 )
 # Per table: field of its status, whether a total, help text.
 _PER_TABLE = (
@@ -116,7 +116,8 @@ class MetricsServer(Collector):
         try:
             self._http = _Server(listen(host, port, backlog=_BACKLOG))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error
+            why = why_not_listening(error, port)
+            raise ConfigError(f"cannot listen on {host}:{port} for metrics: {why}") from error
         self._http.set_app(self._answer)
         self.port = int(self._http.server_port)
         self._thread = threading.Thread(target=self._http.serve_forever, name="tfps-metrics", daemon=True)

@@ -32,7 +32,7 @@ from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.counters import ErrorCounts
 from tfps.pserver.data_port import DataPort
-from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen
+from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen, why_not_listening
 from tfps.pserver.job import Job, Session
 from tfps.pserver.regrouping import Meetings
 from tfps.pserver.slices import OwnedSlice
@@ -119,7 +119,7 @@ class ParameterServer:
                 add = functools.partial(self._server.add_secure_port, server_credentials=credentials)
             self.port = int(add(f"{where}:{port}"))
         except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "the port is not available"
+            reason = why_not_listening(error, port) if isinstance(error, OSError) else "the port is not available"
             raise ConfigError(f"cannot listen on {where}:{port}: {reason}") from error
         self.address = f"{reachable(host)}:{self.port}"
         self._data: DataPort | None = None

@@ -24,9 +24,11 @@ from tfps.trace.step_times import NEGLIGIBLE, Interval, Intervals, Limit, clip, 
 
 MIN_STEPS = 4
 _LINK = " link ("  # in a limit
+_NOTHING = "nothing to exchange: this process updates its variables by itself"  # a limit
 _SUGGESTED = ("bfloat16", "int8")
 _INNER_STEPS = 50  # as of Config
 _HALVINGS = 50
+_LATE = 0.3  # of the time that a worker waits: what others come later is what it waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Report:
         if limit_of(self.step_s, self.exposed_wait_s) is Limit.COMPUTATION:
             what = "a faster exchange" if self.one_host else "a faster network"
             lines.append(f"{what}, more pservers or other settings would not help")
-        else:
+        elif self.limit != _NOTHING:
             what = "an exchange twice as fast" if self.one_host else "twice the bandwidth"
             lines.append(f"with {what}: {_ms(self.with_twice_the_bandwidth_s)} a {unit}")
             lines.append(f"with one more pserver: {_ms(self.with_one_more_pserver_s)} a {unit}")
@@ -217,6 +219,7 @@ def make_report(
     window_bytes: int = 0,
     stepping: Stepping = _STEP_BY_STEP,
     tables: Iterable[TableHistory] = (),
+    rank: int = 0,
 ) -> Report:
     tables = list(tables)
     if not histories:
@@ -252,7 +255,9 @@ def make_report(
         sent_bytes + sum(use.sent_bytes for use in uses), received_bytes + sum(use.received_bytes for use in uses)
     )
     # A round of many steps may be limited by an exchange that takes a small part of it.
-    limit = _limit(step_s, exposed_s, wire_s if stepping.inner_steps > 1 else step_s, wire_bytes, links, stepping.waits)
+    exchanging_s = wire_s if stepping.inner_steps > 1 else step_s
+    others = _others(links, rank, exposed_s) if stepping.waits else ""
+    limit = _limit(step_s, exposed_s, exchanging_s, wire_bytes, links, others)
     # The rate is that of compressed bytes, the layers' are not compressed.
     encoded = step_bytes / dense_bytes if dense_bytes else 1.0
     rate = bytes_per_s * encoded or math.inf
@@ -392,20 +397,40 @@ def _rate(links: Sequence[Link]) -> float:
     return rate
 
 
+def _others(links: Sequence[Link], rank: int, exposed_s: float) -> str:
+    """Who comes late to steps, in the same words on all ranks; "" if no one comes so late that it matters."""
+    ranks = sorted(set().union(*(link.late_s for link in links)))
+    if len(ranks) < 2:
+        return "other workers, which come later to each step than this one"
+    late_s = {each: statistics.fmean(link.late_s.get(each, 0.0) for link in links) for each in ranks}
+    most_s = max(late_s.values())
+    if most_s < _LATE * exposed_s:
+        return ""
+    latest = [each for each in ranks if late_s[each] > most_s / 2]
+    if len(latest) == len(ranks):
+        return f"workers that wait for each other: now one comes later, now another, by {_ms(most_s)}"
+    if len(latest) == 1:
+        which = f"rank {latest[0]}{' (this worker)' * (rank in latest)}, which comes"
+    else:
+        which = f"ranks {', '.join(map(str, latest))}{' (this worker is one)' * (rank in latest)}, which come"
+    return f"{which} {_ms(most_s)} later to each step than the first"
+
+
 def _limit(
-    step_s: float, exposed_s: float, exchanging_s: float, nbytes: int, links: Sequence[Link], other_workers: bool
+    step_s: float, exposed_s: float, exchanging_s: float, nbytes: int, links: Sequence[Link], others: str
 ) -> str:
+    """`others`: who of the workers is waited for, "" for none."""
     if limit_of(step_s, exposed_s) is Limit.COMPUTATION:
         return "computation"
+    if not links:
+        return _NOTHING
     cpu_s, busiest = max(((link.cpu_s_per_step or 0.0, link.pserver) for link in links), default=(0.0, ""))
     if cpu_s > 0.8 * step_s:
         return f"pserver {busiest}: its CPU ({cpu_s / step_s:.0%} of one core)"
     busy, rate = _busy(links), _rate(links)
     # If this worker's gradients take much less to send than there is time for, the network is not the limit.
     if not busy or nbytes / rate < 0.3 * exchanging_s:
-        if other_workers:
-            return "other workers, which come later to each step than this one"
-        return "round trips and the work per message, not bytes"
+        return others or "round trips and the work per message, not bytes"
     slowest = min(busy, key=lambda link: link.bytes_per_s)
     if len(busy) > 1 and slowest.bytes_per_s < 0.6 * statistics.median(link.bytes_per_s for link in busy):
         return f"pserver {slowest.pserver}: its link ({slowest.bytes_per_s * 8e-6:.0f} Mbit/s)"

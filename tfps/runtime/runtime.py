@@ -174,6 +174,7 @@ class Runtime:
         self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _progress
         self.compresses = False  # whether any gradients may be compressed; see compressing.py
         self.skipped_steps = 0  # see nonfinite.py
+        self.used = False  # whether anything ran under a strategy: a step, or a reduction outside of it
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; the update executor writes
         self._shared: dict[type, object] = {}
@@ -208,7 +209,7 @@ class Runtime:
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
         info = self.exchange.info
         sizes, tables = (info.slice_bytes, info.window_bytes), list(self.spans.tables.values())
-        report = make_report(histories, info.links(), *sizes, stepping, tables)
+        report = make_report(histories, info.links(), *sizes, stepping, tables, self.exchange.rank)
         return dataclasses.replace(report, skipped_steps=self.skipped_steps)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:

@@ -250,7 +250,13 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     def agree_outside_run(self) -> None:
         """Gives new variables rank 0's values where a loop without `run` applies gradients."""
+        self._runtime.used = True
         self._initial_values.agree(used=tf.executing_eagerly(), written=self.combiner.written_eagerly())
+
+    @property
+    def combines_apart(self) -> bool:
+        """Whether replicas' numbers are not combined within a step."""
+        return self._reductions.estimates
 
     def note_local_write(self, variable: Variable) -> None:
         """Notes that a replica writes its component of `variable` without an exchange."""
@@ -297,6 +303,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             return self._lifted[fn](*args, **kwargs)
         if not self.shards:
             fn = self.sharding.kept_off(fn)
+        self._runtime.used = True
         self._initial_values.agree()
         fn = noting_inputs(fn)
         if self.last_batch is not None:
@@ -483,6 +490,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         return self._to(gathered, destinations)
 
     def _cross_replica_key(self) -> tuple[Hashable, ...]:
+        self._runtime.used = True
         return () if tf.executing_eagerly() else self.scheduler.next_reduction("cross-replica")
 
     def _local_results(self, val: Value) -> tuple[Value, ...]:

@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph.patches import BaseStrategy, replaced, replica_context, scope_outside
 from tfps.graph.shares import in_keras_step, keras_step, with_values
+from tfps.keras_hooks.alone import say_if_applied_alone
 from tfps.keras_hooks.checkpoint import carry_extra_states
 from tfps.keras_hooks.hooks import for_models, replaces
 from tfps.keras_hooks.keras_private import (
@@ -74,6 +75,7 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref
 def _build(original: Function, optimizer: Optimizer, variables: Sequence[Variable]) -> object:
     """Adopts an optimizer created outside, and prepares what its updates, gates and checkpoints need."""
     _built_for[optimizer] = list(variables)
+    _check_scope(optimizer, tables_apart(variables))
     _prepare(optimizer, tables_apart(variables))
     return original(optimizer, variables)
 
@@ -85,6 +87,27 @@ def _build_with_scaling(original: Function, optimizer: Optimizer, variables: Seq
         built = original(optimizer, variables)
         _prepare(optimizer, tables_apart(variables))  # with Keras 3.8 it is not built as other optimizers are
     return built
+
+
+def _check_scope(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Raises an error for variables without strategy beside some of tfps, or in an optimizer of tfps."""
+    updated = list(map(of_tensorflow, variables))
+    in_scope = [isinstance(each, tf.distribute.DistributedValues) for each in updated]
+    if all(in_scope) or not (
+        isinstance(strategy_of_optimizer(optimizer), BaseStrategy) or any(map(_is_gated, updated))
+    ):
+        return
+    variable = variables[in_scope.index(False)]
+    raise UnsupportedError(
+        f"optimizer {optimizer.name!r} trains variable {getattr(variable, 'path', variable.name)!r}, which was created "
+        "outside of the scope of the strategy of this optimizer or of other variables; create models within `with "
+        "strategy.scope():`, and those whose layers get their variables in the first call also build or call there "
+        "(model.build(shape), or keras.Input as the first layer) before the loop"
+    )
+
+
+def _is_gated(variable: Variable) -> bool:
+    return isinstance(variable, GatedVariable)
 
 
 def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
@@ -124,15 +147,11 @@ def _apply(
     context = tf.distribute.get_replica_context()
     outside = isinstance(strategy, BaseStrategy) and not in_symbolic_scope()
     outside = outside and (context is None or context.strategy is not strategy)
-    for variable in trained if outside else ():
-        if not isinstance(of_tensorflow(variable), tf.distribute.DistributedValues):
-            raise UnsupportedError(
-                f"optimizer {optimizer.name!r} trains variable {getattr(variable, 'path', variable.name)!r}, which was "
-                "created outside of the scope of the strategy of this optimizer or of other variables; create models "
-                "within `with strategy.scope():`, and those whose layers get their variables in the first call also "
-                "build or call there (model.build(shape), or keras.Input as the first layer) before the loop"
-            )
+    if outside:
+        _check_scope(optimizer, trained)
     if first is None or not isinstance(strategy, BaseStrategy):
+        if not isinstance(strategy, BaseStrategy):
+            say_if_applied_alone(optimizer)
         return original(optimizer, grads, variables)
     policy = strategy.extended.policy  # those without exchanges of gradients refuse by themselves
     if outside and strategy.extended._num_replicas_in_sync > 1 and policy.exchanges_gradients:

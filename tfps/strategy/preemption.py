@@ -32,7 +32,7 @@ def leave_on_sigterm(runtime: Runtime, lockstep: Lockstep | None) -> None:
         threading.Thread(target=leave, name="tfps-preemption", daemon=True).start()
 
     def leave() -> None:
-        logger.warning("tfps: SIGTERM: this worker ends its step and leaves the job; the others go on")
+        logger.warning("tfps: SIGTERM: this worker ends its step and leaves the job")
         if lockstep is not None:
             lockstep.stop_before_next_batch().wait(BETWEEN_STEPS_S)
         runtime.settle(SETTLE_S)

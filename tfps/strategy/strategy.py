@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfps.config import Config, Launch, Security, TraceRequest, checks_names, ignored_variables, unknown_variables
 from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
-from tfps.graph.patches import BaseStrategy
+from tfps.graph.patches import BaseStrategy, open_strategies
 from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import check_effects
 from tfps.input.caches import cache_apart
@@ -34,7 +34,7 @@ from tfps.strategy.extended import Extended
 from tfps.strategy.patches import install_all
 from tfps.strategy.preemption import leave_on_sigterm
 from tfps.strategy.table_files import restore_tables, save_tables
-from tfps.strategy.tasks import Resolver, resolver_of
+from tfps.strategy.tasks import resolver_of
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.embedded import EmbeddedExchange
@@ -146,8 +146,8 @@ class Strategy(BaseStrategy):
             raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
         devices = devices or [gpu.name for gpu in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
         check_effects()
-        is_resolver = isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver)
-        self._resolver = pservers if is_resolver else None
+        given = isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver)
+        self._resolver = pservers if given else None
         self._user = next(_users)
         try:
             self._connection = _connect(cluster, self.config, self._user)
@@ -158,7 +158,7 @@ class Strategy(BaseStrategy):
         self._forget = weakref.finalize(self, _forget, self._connection, self._user)
         self._forget.atexit = False
         super().__init__(Extended(self, devices, self._runtime, self.config))
-        _strategies.add(self)
+        open_strategies.add(self)
         if self.extended.staging is not None:
             self._connection.users[self._user].callback(self.extended.staging.close)
         install_all()
@@ -195,7 +195,7 @@ class Strategy(BaseStrategy):
         return self._connection.cluster.pservers
 
     @property
-    def cluster_resolver(self) -> Resolver:
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Which task of the job this process is, for programs that ask for the chief; `rank == 0` says it shorter.
 
         What `pservers` or TF_CONFIG has, if this process is there. Else its `task_type` is "worker", its `task_id` the
@@ -332,7 +332,7 @@ class Strategy(BaseStrategy):
             MismatchError: what was trained since the ranks compared it last differs between them.
         """
         if self._forget.detach():
-            _strategies.discard(self)
+            open_strategies.discard(self)
             failure = sys.exc_info()[1]  # in a `finally`: what ends the program
             try:
                 if failure is None:
@@ -384,7 +384,6 @@ class _Connection:
 
 _open: list[_Connection] = []  # guarded by _connecting
 _users = itertools.count()
-_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # that have not been closed; main thread only
 _connecting = threading.RLock()  # reentrant: the garbage collector may finalize a strategy anywhere
 
 
@@ -428,9 +427,21 @@ def _disconnect(connection: _Connection, user: int, failure: BaseException | Non
 
 
 def _close(connection: _Connection, failure: BaseException | None, *, drain: bool) -> None:
+    if failure is None and drain:
+        _say_if_unused(connection.runtime)
     with _connecting, contextlib.suppress(ValueError):  # closed already
         _open.remove(connection)
     connection.runtime.close(drain=drain, reason="" if failure is None else in_a_line(failure))
+
+
+def _say_if_unused(runtime: Runtime) -> None:
+    exchange, places = runtime.exchange, runtime.exchange.places
+    if not runtime.used and exchange.failure is None and len(places) > 1 and places[0] == exchange.rank:
+        logger.warning(
+            "tfps: this job of %d workers ends without a single step under its strategy; what was trained, every "
+            "worker has trained alone. Make or load models in `with strategy.scope():`",
+            len(places),
+        )
 
 
 def _forget(connection: _Connection, user: int) -> None:
@@ -462,7 +473,7 @@ def close_all(failure: BaseException | None = None) -> None:
             until they have what it has sent.
     """
     if failure is None:
-        for strategy in sorted(_strategies, key=lambda each: each._user):
+        for strategy in sorted(open_strategies, key=lambda each: each._user):
             with contextlib.suppress(TfpsError):  # which has been logged
                 strategy._finish()
     with _connecting:  # copies: the garbage collector may finalize a strategy meanwhile

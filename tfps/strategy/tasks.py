@@ -5,18 +5,13 @@ Tested in tests/strategy/test_cluster.py and tests/integration/test_clusters.py.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import tensorflow as tf
 
-from tfps.errors import ConfigError
 from tfps.graph.patches import BaseStrategy
 from tfps.launch.cluster_spec import from_tasks
 
-Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
-
-class JobResolver(Resolver):
+class JobResolver(tf.distribute.cluster_resolver.ClusterResolver):
     """The job of a strategy as it is now: tasks "worker", of which number 0 saves, and "ps".
 
     So programs find that one of them is the chief, and that this is rank 0, also where it is the only one.
@@ -47,7 +42,9 @@ class JobResolver(Resolver):
         return ""
 
 
-def resolver_of(strategy: BaseStrategy, given: Resolver | None) -> Resolver:
+def resolver_of(
+    strategy: BaseStrategy, given: tf.distribute.cluster_resolver.ClusterResolver | None
+) -> tf.distribute.cluster_resolver.ClusterResolver:
     """Returns what knows the task of this process: `given`, TF_CONFIG if it describes this job, else `strategy`."""
     for each in (given, tf.distribute.cluster_resolver.TFConfigClusterResolver()):
         if each is not None and _describes(each, strategy):
@@ -55,12 +52,12 @@ def resolver_of(strategy: BaseStrategy, given: Resolver | None) -> Resolver:
     return JobResolver(strategy)
 
 
-def _describes(resolver: Resolver, strategy: BaseStrategy) -> bool:
+def _describes(resolver: tf.distribute.cluster_resolver.ClusterResolver, strategy: BaseStrategy) -> bool:
     try:
         spec = resolver.cluster_spec()
         named = spec.as_dict() if spec else {}
         tasks = from_tasks(named, resolver.task_type, resolver.task_id, type(resolver).__name__, may_not_know=True)
-    except ConfigError:
+    except ValueError:  # ConfigError, or TF_CONFIG is no JSON
         return False
     if tasks.is_evaluator:
         return not strategy.pservers

@@ -13,6 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +22,7 @@ from numpy.typing import DTypeLike
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST, Gate, computed_from, is_argument, outside, pass_gate, place_of, write_after
 from tfps.graph.patches import replaced
+from tfps.graph.row_kinds import Of
 from tfps.graph.shares import Share, current_share
 from tfps.graph.tf_private import (
     ResourceVariable,
@@ -35,6 +37,7 @@ from tfps.graph.tf_private import (
 from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.runtime.remote import RemoteParameter
 from tfps.types import Array, Function, Structure, Value, Variable
+from tfps.updates.state_reads import is_read_elsewhere
 
 # What changes a value so that parts of a sum no longer add up.
 _OTHER = {
@@ -106,6 +109,7 @@ def _kept_part(tensor: tf.Tensor, handles: set[int]) -> tf.Tensor | None:
 class _Tracing(threading.local):
     deferral: Deferral | None = None  # the deferred update that this thread traces
     updating = False  # whether it is in an update that every replica makes alike
+    assigning = False  # whether it reads a variable only in order to assign it
 
     @property
     def alike(self) -> bool:  # whether all replicas write the same
@@ -251,6 +255,8 @@ class GatedVariable(Converted, values.MirroredVariable):
         if in_symbolic_scope():
             return  # Keras infers shapes: the graph never runs
         graph = ops.get_default_graph()
+        if self.written_in_graph and not _tracing.assigning:
+            self._combine_if_assigned()
         after = extended.scheduler.note_access(self, graph)
         if not self.gates:
             if after:
@@ -324,7 +330,8 @@ class GatedVariable(Converted, values.MirroredVariable):
         extended = self._distribute_strategy.extended
         if self.local and not _tracing.alike:
             extended.note_local_write(self)
-            return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+            with replaced(_tracing, "assigning", True):
+                return update_fn(self._get_on_device_or_primary(), value, **kwargs)
         if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and tf.is_tensor(value):
             if not _tracing.alike:
                 value = extended.of_first_replica(self, value)
@@ -349,6 +356,10 @@ class GatedVariable(Converted, values.MirroredVariable):
         return super().assign_sub(self._counted(value, None), *arguments, **options)
 
     def _counted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
+        with replaced(_tracing, "assigning", True):
+            return self._weighted(value, before)
+
+    def _weighted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
         """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
         The mean over replicas then equals that of a batch that divides evenly. Sums are not weighted, nor is what does
@@ -357,9 +368,11 @@ class GatedVariable(Converted, values.MirroredVariable):
         """
         summed = self._aggregation == tf.VariableAggregation.SUM
         reduced = (summed or self._aggregation == tf.VariableAggregation.MEAN) and tf.is_tensor(value)
-        if not self.local and not reduced:
-            return value
         share = None if _tracing.alike else current_share()
+        if not self.local and not reduced:
+            if share is not None:
+                self._check_alike(share, value)
+            return value
         if share is None:
             return value
         value = tf.convert_to_tensor(value, self.dtype)
@@ -375,6 +388,8 @@ class GatedVariable(Converted, values.MirroredVariable):
         # Of a moving mean, only the batch's part is weighted: what replicas had before may differ between them.
         start = tf.zeros_like(value) if before is None else tf.broadcast_to(before(), tf.shape(value))
         kept = kept_part(self._get_on_device_or_primary(), value) if tf.is_symbolic_tensor(value) else None
+        if self.local:
+            self._note_assigned(share, linear=kept is not None)
         kept = start if kept is None else kept
         relative = share.relative(self.dtype, exchange=not self.local)  # else all replicas reduce together
         counted = tf.where(tf.equal(relative, 1), value, kept + relative * (value - kept))
@@ -400,6 +415,42 @@ class GatedVariable(Converted, values.MirroredVariable):
                 "context.all_reduce(tf.distribute.ReduceOp.SUM, sums) for sums and counts. If the average over "
                 "replicas is meant, create the variable with aggregation='mean'"
             )
+
+    def _check_alike(self, share: Share, value: Value) -> None:
+        """Raises UnsupportedError if what a step's graph assigns to a counter comes from a replica's rows.
+
+        Counters are never combined: each replica would have counted its own rows only.
+        """
+        none = self._aggregation == tf.VariableAggregation.NONE
+        counter = none and not (self.dtype.is_floating or self.trainable or self.never_combined)
+        alone = self._distribute_strategy.extended.combiner.single
+        if not counter or alone or share.graph is None or not tf.is_symbolic_tensor(value):
+            return
+        kind = share.kinds.of(value)
+        if kind.of not in (Of.FIXED, Of.UNSURE) and share.depends_on_rows(value):
+            raise UnsupportedError(
+                f"variable {self.name!r} ({self.dtype.name}) must get the same value on all replicas, as nothing "
+                f"combines it, but what a step assigns {kind.words} (at {place_of(share.kinds.origin(value).op)}), and "
+                "each replica has rows of its own. Compute it from all rows: context = "
+                "tf.distribute.get_replica_context(), then context.all_reduce(tf.distribute.ReduceOp.SUM, count) for "
+                "counts, as of the rows of the batch, and context.all_gather(rows, axis=0) for all else"
+            )
+
+    def _note_assigned(self, share: Share, *, linear: bool) -> None:
+        """Notes that a replica assigns this in a step's graph, by its rows; `linear` in what the variable had."""
+        extended = self._distribute_strategy.extended
+        apart = extended.combiner.single or extended.combines_apart
+        if share.outer is None or share.outer.graph is None or apart or self.batch_statistic:
+            return
+        share.at_end[id(self)] = _Assigned(self, share.outer, ops.get_default_graph(), linear)
+
+    def _combine_if_assigned(self) -> None:
+        """Takes the mean over replicas at once, in the graph, if this step has assigned what is about to be read."""
+        share = current_share() if self.local and not self.batch_statistic and not _tracing.alike else None
+        assigned = None if share is None else share.at_end.get(id(self))
+        if share is not None and isinstance(assigned, _Assigned) and assigned.outer.trains:
+            del share.at_end[id(self)]
+            assigned.combine()
 
     def take_combined(self, value: Value) -> None:
         for component in self._values:
@@ -484,6 +535,36 @@ class GatedVariable(Converted, values.MirroredVariable):
     ) -> tf.Tensor:
         kept = self._kept()
         return super()._dense_var_to_tensor(dtype, name, as_ref) if kept is None else kept
+
+
+@dataclass(frozen=True)
+class _Assigned:
+    """A state that a replica has assigned by its rows, in `graph`, and that replicas have others of since then."""
+
+    variable: GatedVariable
+    outer: Share
+    graph: tf.Graph
+    linear: bool  # in what the variable had: else averaging later is not averaging in each step
+
+    def __call__(self, result: Structure) -> None:
+        """At the end of the replica function, which returns `result`: averages if the step depends on the state."""
+        with replaced(_tracing, "assigning", True):  # nothing is read here
+            component, graph = self.variable._get_on_device_or_primary(), self.outer.graph
+            read = not self.linear or is_read_elsewhere(component, graph, result, self.outer.kinds)
+            if read and self.outer.trains:
+                self.combine()
+
+    def combine(self) -> None:
+        """Takes the mean over replicas, in the innermost graph that is around the assignment and the current one."""
+        around = outer_graphs(self.graph)
+        graph = next(each for each in outer_graphs(ops.get_default_graph()) if each in around)
+        extended = self.variable._distribute_strategy.extended
+        inside = contextlib.nullcontext() if graph is ops.get_default_graph() else graph.as_default()
+        with inside, replaced(_tracing, "assigning", True):
+            component = self.variable._get_on_device_or_primary()
+            own = tf.cast(component.read_value(), tf.float64)  # so that the mean of equal values is that value
+            (mean,) = extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.MEAN, [own])
+            component.assign(tf.cast(mean, component.dtype), read_value=False)
 
 
 class _Saveable(values._MirroredSaveable):

@@ -25,7 +25,7 @@ from tfps.trace.recorder import RECORD, Recorder
 from tfps.types import Argument, Function
 from tfps.wire.frames import MAX_FRAME_BYTES, error_code, error_from
 from tfps.wire.job_token import JobToken
-from tfps.wire.reach import trouble
+from tfps.wire.reach import split, trouble, who_answers
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
@@ -39,6 +39,7 @@ UID_KEY = "tfps-uid"  # metadata of all that a worker sends once it has joined: 
 STATE_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
 _RECORDS_BYTES = 50_000 * RECORD.itemsize  # of a capture, in one message
 _CLOCK_TIMEOUT_S, _ROUND_TRIPS = 10.0, 20
+_OTHERS = {"http": "an HTTP server or a proxy", "data_port": "the data port of one", "other": "another server"}
 _GOES_ON_S = 0.2  # between two looks whether a call is wanted still
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
@@ -242,6 +243,7 @@ class Pserver:
             self._raise_stranger(error)
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConnectError(f"pserver {self.address}: what answers there is not a tfps pserver") from error
+            self._raise_other(error)
             why = trouble(self.address) or f"{error.code().name}: {error.details()}"
             raise ConnectError(
                 f"pserver {self.address}: no answer within {limit_s:.3g} s ({why}); is tfps_pserver running there, and "
@@ -271,6 +273,16 @@ class Pserver:
     def misunderstanding(self) -> str | None:
         """What of TLS keeps the two ends from understanding each other; "" if nothing, None if unknown."""
         return diagnose(self.address, self._security)
+
+    def _raise_other(self, error: grpc.RpcError) -> None:
+        """Raises ConnectError if what answers is known to be something else."""
+        host, port = split(self.address)
+        who, said = who_answers(host, port, _LOOK_S)
+        if (name := _OTHERS.get(who)) and not (self._security.tls_ca and who == "other"):  # it may be TLS
+            raise ConnectError(
+                f"pserver {self.address}: what answers there is not a tfps pserver but {name} (it says {said}): "
+                "correct the address; it is that of --port, 7070 by default"
+            ) from error
 
     def _raise_stranger(self, error: grpc.RpcError) -> None:
         """Raises ConnectError if the pserver refuses this client's job token."""

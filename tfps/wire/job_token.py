@@ -42,10 +42,15 @@ class JobToken:
                 status = os.fstat(file.fileno())
                 content = file.read(2 * MAX_TOKEN_BYTES)
         except OSError as error:
-            raise ConfigError(f"token_file '{path}' cannot be read: {error.strerror}") from None
+            raise ConfigError(f"token_file '{path}' cannot be read: {_why_unreadable(path, error)}") from None
         if is_open_to_others(status) and path not in _warned_of:
             _warned_of.add(path)
-            logger.warning("tfps: token_file '%s' may be read by other users of this host: chmod 600", path)
+            logger.warning(
+                "tfps: token_file '%s' may be read by other users of this host: `chmod 600 '%s'`, and make a new token "
+                "if others may have read it",
+                path,
+                path,
+            )
         token = cls(content.decode("ascii", "replace").strip(), f"the job token in '{path}'")
         if not token:
             raise ConfigError(f"token_file '{path}' must contain a job token, got an empty file")
@@ -83,6 +88,20 @@ class JobToken:
             "has another job token than this client: TFPS_TOKEN_FILE (or token_file, --token-file) must name a file "
             "with the same content on both"
         )
+
+
+def _why_unreadable(path: str, error: OSError) -> str:
+    """Why, and what to do."""
+    file, advice = Path(path), ""
+    if isinstance(error, IsADirectoryError):
+        advice = f"; name the file in that folder, such as '{file / 'token'}'"
+    elif isinstance(error, FileNotFoundError) and not file.parent.is_dir():
+        advice = f"; its folder '{file.parent}' does not exist on this host: correct the path, or make the folder"
+    elif isinstance(error, FileNotFoundError):
+        advice = f"; `(umask 077; openssl rand -hex 32 > '{path}')` makes one, and all of a job need the same"
+    elif isinstance(error, PermissionError):
+        advice = "; it must belong to the user who runs tfps"
+    return (error.strerror or str(error)) + advice
 
 
 def is_open_to_others(status: os.stat_result) -> bool:

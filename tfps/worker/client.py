@@ -364,6 +364,17 @@ class PserverClient:
         request = pb.StatusRequest(incarnation=self.membership.incarnation)
         return [float(pserver.call("Status", request, _CALL_TIMEOUT_S).cpu_s) for pserver in self.pservers]
 
+    def loads(self) -> list[tuple[float, dict[int, float]]]:
+        """As `cpu_s`, with how much later (s) than the first rank each rank has pushed a slice, mean, by rank."""
+        replies = [pserver.call("Status", pb.StatusRequest(details=True), _CALL_TIMEOUT_S) for pserver in self.pservers]
+        return [
+            (
+                reply.cpu_s,
+                {each.rank: each.wait_s / each.received_slices for each in reply.members if each.received_slices},
+            )
+            for reply in replies
+        ]
+
     def members(self, timeout_s: float) -> list[Sequence[pb.MemberStatus]]:
         """All workers, as each pserver sees them."""
         request = pb.StatusRequest(details=True)

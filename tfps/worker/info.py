@@ -61,11 +61,12 @@ class WorkerInfo:
 
     def links(self) -> list[Link]:
         steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
-        now_s = self._client.cpu_s() if steps and self._cpu_s else []
+        now = self._client.loads() if steps and self._cpu_s else []
         found = []
         for index, (pserver, queue) in enumerate(zip(self._pservers, self._queues, strict=True)):
-            cpu_s = (now_s[index] - self._cpu_s[index]) / steps if now_s else None
-            found.append(Link(pserver.address, queue.throughput.bytes_per_s, cpu_s, index in self._memory.pservers))
+            cpu_s, late_s = ((now[index][0] - self._cpu_s[index]) / steps, now[index][1]) if now else (None, {})
+            rate, shared = queue.throughput.bytes_per_s, index in self._memory.pservers
+            found.append(Link(pserver.address, rate, cpu_s, shared, late_s))
         return found
 
     def settings(self) -> dict[str, Setting]:
