@@ -194,7 +194,7 @@ class Supervisor:
         with self._at_exit:
             if isinstance(error, BrokenPipeError):
                 self._console.muted = True
-            if isinstance(error, Interrupted):
+            if isinstance(error, Interrupted) and self.last:
                 sys.stderr.write(f"tfps_launch: {error}: the whole job is being stopped\n")
                 sys.stderr.flush()
             self.end([process for process in self._processes if process not in self.last])
