@@ -212,7 +212,7 @@ config, kills, replies = Config.from_environment(), [signal.SIGKILL], []
 worker = ElasticExchange(addresses.split(","), rank=int(rank), job=job, config=config, recorder=Recorder())
 worker.declare([BucketSpec(("b",), "sum", 4000, "float32", 0)])
 deadline = time.monotonic() + 60
-while len(replies) < 20 or len(worker.links()) < int(sys.argv[1]):
+while len(replies) < 20 or len(worker.info.links()) < int(sys.argv[1]):
     assert time.monotonic() < deadline
     if rank == "0" and kills and len(replies) == 5:
         found = subprocess.run(["pgrep", "-f", f"tfps.pserver.cli.*{job}"], capture_output=True, text=True)
