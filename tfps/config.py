@@ -138,8 +138,8 @@ class Config:
             exceptions by names of variables, `{"*": "int8", "bias": "none"}` or `"int8,bias=none"`. See
             docs/compression.md.
         check_every: interval in steps at which workers compare values that must be equal: each weight once per
-            interval; learning rate and step counter of each step, all together once per interval; everything when an
-            epoch ends. 0: never.
+            interval; learning rate and step counter of each step, all together once per interval; the first batch of
+            an iterator and one per interval, where all ranks make the same; everything when an epoch ends. 0: never.
         min_workers: with how many workers training goes on when others are lost (docs/faults.md); None: the loss of a
             worker ends the job. With it, in mode "sync" with updates on the worker, training survives pservers as well.
         snapshot_steps: with `min_workers` and `update="server"`, after how many steps workers take a snapshot of what

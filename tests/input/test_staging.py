@@ -212,7 +212,7 @@ def test_an_iterator_that_is_dropped_takes_out_its_own_batches_only(strategy: tf
     assert [int(number) for number in kept] == list(range(1, 9))
 
 
-def test_who_drops_an_iterator_finds_the_batch_that_it_takes_out_also_after_the_thread_has_ended(
+def test_who_drops_an_iterator_finds_the_batch_that_it_takes_out_while_the_thread_ends(
     strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     iterator = iter(strategy.experimental_distribute_dataset(Source(100).dataset))
@@ -225,11 +225,12 @@ def test_who_drops_an_iterator_finds_the_batch_that_it_takes_out_also_after_the_
     def stalled() -> list[Value]:
         taken: list[Value] = dequeue()
         if threading.current_thread() is not filler:
-            filler.join(jobs.DEADLINE_S)
+            jobs.poll(feed.tokens.is_closed)  # the thread ends
         return taken
 
     monkeypatch.setattr(feed.tokens, "dequeue", stalled)
     assert jobs.attempt(feed.stop) == [None]
+    filler.join(jobs.DEADLINE_S)
     assert nothing_left(strategy)
     assert not strategy.extended.staging._running
 

@@ -11,6 +11,8 @@ import pytest
 from tfps.pserver.server import ParameterServer
 
 pytestmark = pytest.mark.timeout(400)
+EVERY = 2
+PARTED = "MismatchError: .*batch 4 of an epoch must have the same data on all ranks, but rank . has other targets"
 DIFFERENT = "MismatchError: .*the first batch of an epoch must have the same data on all ranks"
 SAME = "all ranks have made the same first batch, each for itself"
 EXPECTED = {
@@ -20,6 +22,10 @@ EXPECTED = {
     "generator": r"\[64.0, 64.0\]",
     "validated": r"\[48.0, 48.0\]",
     "noise": r"\[64.0, 64.0\]",
+    "cropped": r"\[64.0, 64.0\]",
+    "parting": PARTED,
+    "parting, evaluate": "MismatchError: .* must have the same data on all ranks, but rank . has other targets",
+    "set": DIFFERENT + ".* has other inputs .*PYTHONHASHSEED=0",
     "evaluate": "64.0",
     "own order": DIFFERENT,
     "own order, evaluate": DIFFERENT,
@@ -27,10 +33,9 @@ EXPECTED = {
     "own order, off": "",
     "off": "",
 }
-QUICK = ["arrays", "shuffle", "sequence", "evaluate", "own order", "own order, loop", "own order, off", "off"]
+QUICK = ["arrays", "cropped", "parting", "parting, evaluate", "set", "own order, loop", "own order, off", "off"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "names"),
     [
@@ -47,7 +52,7 @@ def test_without_a_seed_each_row_is_used_once_in_an_epoch_or_an_error_says_that_
             server = ParameterServer("127.0.0.1", 0, workers=workers)
             stack.callback(server.stop)
             cases.append(f"{name}:{server.address.rpartition(':')[2]}")
-        environment = {"TFPS_WORKERS": str(workers)}
+        environment = {"TFPS_WORKERS": str(workers), "TFPS_CHECK_EVERY": str(EVERY)}
         running = []
         for rank in range(workers):
             variables = {**environment, "TFPS_RANK": str(rank)}

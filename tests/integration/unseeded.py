@@ -38,6 +38,18 @@ class Seen(keras.metrics.Metric):
 TARGETS = np.concatenate([Y, X], 1)  # with the row's number
 
 
+class Parting(keras.utils.PyDataset):
+    """From batch 4 on its targets, by what is wrong, are others on each rank."""
+
+    def __len__(self) -> int:
+        return ROWS // BATCH
+
+    def __getitem__(self, index: int) -> tuple[Array, Array]:
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        apart = own_order()[:BATCH, None] if index >= 4 else 0
+        return X[rows], TARGETS[rows] + apart
+
+
 class Sequence(keras.utils.PyDataset):
     """Shuffles with NumPy."""
 
@@ -77,6 +89,17 @@ def with_policy(dataset: tf.data.Dataset, policy: str) -> tf.data.Dataset:
 
 def noisy(x: Value, y: Value) -> tuple[Value, Value]:
     return x + tf.random.normal(tf.shape(x)), y
+
+
+def cropped(x: Value, y: Value) -> tuple[Value, Value]:
+    return tf.image.random_crop(tf.tile(tf.cast(x, tf.uint8)[:, :, None], [1, 2, 1]), [tf.shape(x)[0], 1, 1])[..., 0], y
+
+
+def numbered() -> tf.data.Dataset:
+    """Words by the numbers that a set gives them: others in each process."""
+    numbers = {word: number for number, word in enumerate({f"word {row}" for row in range(ROWS)})}
+    words = np.array([[numbers[f"word {row}"]] for row in range(ROWS)])
+    return tf.data.Dataset.from_tensor_slices((words, TARGETS)).batch(BATCH)
 
 
 def own_order() -> Array:
@@ -122,6 +145,10 @@ CASES: dict[str, Callable[[tfps.Strategy], str]] = {
     "generator": fitted(generated, steps_per_epoch=ROWS // BATCH),
     "validated": fitted(lambda: None, validation_split=0.25),
     "noise": fitted(lambda: shuffled().shuffle(ROWS).batch(BATCH).map(noisy)),
+    "cropped": fitted(lambda: shuffled().shuffle(ROWS).batch(BATCH).map(cropped)),
+    "parting": fitted(Parting, shuffle=False),
+    "parting, evaluate": evaluated(Parting),
+    "set": fitted(numbered),
     "evaluate": evaluated(lambda: shuffled().shuffle(ROWS).batch(BATCH)),
     "own order": fitted(lambda: shuffled(own_order()).batch(BATCH)),
     "own order, evaluate": evaluated(lambda: shuffled(own_order()).batch(BATCH)),

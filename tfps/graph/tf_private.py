@@ -112,6 +112,7 @@ try:
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see _translate_errors
     from tensorflow.python.framework import (
         auto_control_deps_utils,  # the attribute for read-only inputs
+        op_def_registry,  # which ops are stateful
         ops,  # the graph under construction, init_scope that leaves it
     )
     from tensorflow.python.framework.composite_tensor import CompositeTensor  # base of iterator arguments
@@ -181,6 +182,8 @@ try:
         needs(_spec, "_batch", "_unbatch")
     needs(tf.data.Dataset, "_functions")  # see reads_files
     needs(tf.data.Dataset, "_inputs")  # see made_by_generator, finds_generators, inputs_of
+    needs(dataset_ops, "UnaryUnchangedStructureDataset")
+    needs(op_def_registry, "get")
     needs(flat_map_op, "_FlatMapDataset")
     needs(flat_map_op._FlatMapDataset, "_map_func")
 
@@ -380,6 +383,23 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """Returns the datasets that `dataset` reads."""
     inputs: list[tf.data.Dataset] = dataset._inputs()
     return inputs
+
+
+def functions_of(dataset: tf.data.Dataset) -> list[Function]:
+    """Returns the functions that `dataset` itself calls; `function.graph` of each is its graph."""
+    functions: list[Function] = dataset._functions()
+    return functions
+
+
+def keeps_elements(dataset: tf.data.Dataset) -> bool:
+    """Whether the elements of `dataset` are those of the one that it reads: some, in some order."""
+    return isinstance(dataset, dataset_ops.UnaryUnchangedStructureDataset)
+
+
+def is_stateful(op_type: str) -> bool:
+    """Whether an op may give something else each time, or have an effect."""
+    found = op_def_registry.get(op_type)
+    return found is None or found.is_stateful
 
 
 def reads_files(dataset: tf.data.Dataset) -> bool:

@@ -27,9 +27,10 @@ from tfps.graph.tf_private import (
     made_by_generator,
     of_any_size,
 )
+from tfps.input.batch_digests import BatchDigests
 from tfps.input.caches import reads_whole
-from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
 from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
+from tfps.input.same_data import DIVIDED, AutoShardPolicy, is_same_on_all, sames, shard_policy
 from tfps.input.staging import Feed, Group, Stage, Staging
 from tfps.input.whole_batches import filtered, has_one_size
 from tfps.keras_hooks.generators import Reading
@@ -47,7 +48,7 @@ class _Staged:
 
     staging: Staging
     on_devices = True
-    first: FirstBatches | None = None
+    digests: BatchDigests | None = None
     sources: list[tf.data.Dataset]
     whole: Whole | None = None
     opened = 0  # how often it has been iterated over
@@ -101,8 +102,9 @@ class _Staged:
         is_open, self.open_elsewhere = self.open_elsewhere, False
         cut, ranks = (extended.own_part, extended.agreed_ranks(known=is_open)) if cuts else (None, ())
         feed = Feed(
-            self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first, cut, ranks, skipped
+            self.staging, stage, chosen, batches, extended.shards, whole is not None, self.digests, cut, ranks, skipped
         )
+        feed.uncounted = 0 if self.reads_skipped else skipped
         if self.reading is not None and whole is None:  # batches that are handed out are not taken one by one
             feed.begins = functools.partial(self.reading.begin, feed.supersede, goes_on=self.goes_on)
         feed.sizes = self.sizes
@@ -161,7 +163,7 @@ def distribute_dataset(
         options = tf.distribute.InputOptions(
             experimental_fetch_to_device=False, experimental_replication_mode=PER_REPLICA
         )
-    first, dataset = _watched(extended, dataset)
+    digests, dataset = _watched(extended, dataset)
     arguments = {
         "input_workers": _input_workers(extended, options),
         "strategy": extended._container_strategy(),
@@ -177,7 +179,7 @@ def distribute_dataset(
         return list(DistributedDataset(**{**arguments, "input_context": everything})._cloned_datasets)
 
     divides = shard_policy(dataset) in DIVIDED
-    return _made(DistributedDataset, StagedDataset, arguments, first, whole if divides else None)
+    return _made(DistributedDataset, StagedDataset, arguments, digests, whole if divides else None)
 
 
 def _as_one_process(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -207,8 +209,8 @@ def _say_ordered() -> None:
     )
 
 
-def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:
-    """Returns `dataset`, whose batches can be cut or end with an error, and what knows its first batches.
+def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[BatchDigests | None, Batches]:
+    """Returns `dataset`, whose batches can be cut or end with an error, and what knows digests of its batches.
 
     That is None unless all ranks make the same.
     """
@@ -217,11 +219,11 @@ def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tupl
     dataset = _ordered(extended, dataset)
     cuts = (extended.changes and extended.shards) or extended._make_input_context().num_replicas_in_sync > 1
     looks = [has_one_size(dataset.element_spec)] if cuts else []
-    compares = extended.staging is not None and extended.staging.compares and extended.shards
-    first = FirstBatches() if compares and tf.executing_eagerly() and is_same_on_all(dataset) else None
-    if first is not None:
-        looks.append(first.look())
-    return first, filtered(dataset, *filter(None, looks))
+    every, digests = (extended.staging.check_every if extended.staging and extended.shards else 0), None
+    if every and tf.executing_eagerly() and is_same_on_all(dataset):
+        digests = BatchDigests(sames(dataset), every)
+        looks.append(digests.look())
+    return digests, filtered(dataset, *filter(None, looks))
 
 
 def _distribute_rows(
@@ -234,11 +236,11 @@ def _distribute_rows(
             "AutoShardPolicy.FILE does not work with batches that have a scalar beside their rows, which TensorFlow "
             "cannot cut; use AutoShardPolicy.DATA, or repeat the scalar for each row"
         )
-    first, dataset = _watched(extended, dataset)
+    digests, dataset = _watched(extended, dataset)
     has_own = policy == AutoShardPolicy.OFF  # data of each worker
     split = own_rows(dataset, replicas, *((0, replicas) if has_own else (own * context.input_pipeline_id, own)))
     return distribute_datasets_from_function(
-        extended, lambda _: split, options, first, lambda: [own_rows(dataset, replicas, 0, replicas)]
+        extended, lambda _: split, options, digests, lambda: [own_rows(dataset, replicas, 0, replicas)]
     )
 
 
@@ -251,10 +253,10 @@ def _distribute_whole(
             "AutoShardPolicy.FILE does not work with min_workers: nobody else would read a lost worker's files; use "
             "AutoShardPolicy.DATA"
         )
-    first, dataset = _watched(extended, dataset)
+    digests, dataset = _watched(extended, dataset)
     replicas = extended._num_replicas_in_sync
     made = distribute_datasets_from_function(
-        extended, lambda _: dataset, options, first, lambda: [own_rows(dataset, replicas, 0, replicas)]
+        extended, lambda _: dataset, options, digests, lambda: [own_rows(dataset, replicas, 0, replicas)]
     )
     if not isinstance(made, StagedDatasetFromFunction):
         raise UnsupportedError(
@@ -269,7 +271,7 @@ def distribute_datasets_from_function(
     extended: tf.distribute.StrategyExtended,
     dataset_fn: Function,
     options: tf.distribute.InputOptions | None,
-    first: FirstBatches | None = None,
+    digests: BatchDigests | None = None,
     whole: Whole | None = None,
 ) -> Batches:
     def own_data(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -284,7 +286,7 @@ def distribute_datasets_from_function(
         "dataset_fn": own_data,
         "options": options,
     }
-    return _made(DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, first, whole)
+    return _made(DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, digests, whole)
 
 
 def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distribute.InputOptions | None) -> Structure:
@@ -294,14 +296,14 @@ def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distrib
 
 
 def _made(
-    plain: type, staged: type, arguments: dict[str, Argument], first: FirstBatches | None, whole: Whole | None
+    plain: type, staged: type, arguments: dict[str, Argument], digests: BatchDigests | None, whole: Whole | None
 ) -> Batches:
     extended, options = arguments["strategy"].extended, arguments["options"]
     staging, placed = extended.staging, options is not None and options.experimental_place_dataset_on_device
     if staging is None or staging.closed or placed or not tf.executing_eagerly():
         return plain(**arguments)
     made = staged(**arguments)
-    made.staging, made.first = staging, first
+    made.staging, made.digests = staging, digests
     made.whole = functools.cache(whole) if whole is not None and extended.hands_out else None
     # Batches for CPU devices are always on the host.
     made.on_devices = options is None or options.experimental_fetch_to_device

@@ -27,7 +27,7 @@ from tfps.exchange.interface import Reply
 from tfps.graph import ops as graph_ops
 from tfps.graph.rows import UNKNOWN
 from tfps.graph.tf_private import has_function, outer_graphs
-from tfps.input import first_batches
+from tfps.input import batch_digests
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import Transfer
 from tfps.types import Array
@@ -71,7 +71,7 @@ class IteratorProgress:
     agreed: int = 0  # announced positions before this one exist on all ranks
     stops: bool = False  # whether some rank has no batch at position `agreed`
     allowed: int | None = None  # batches that may be read so far; None: all
-    first: int = first_batches.NOTHING  # digest of the first batch
+    digests: dict[int, int] = field(default_factory=dict)  # of batches that may still be announced, by position
     digest_of: Callable[[int], int] | None = None  # the digest of a staged batch, by key
     joined: int | None = None  # the first position that somebody takes who has joined; the ranks compare that batch
     end: int | None = None  # the first position without a batch; `error` is the reason
@@ -83,11 +83,13 @@ class IteratorProgress:
     waiting: deque[tuple[int, bool]] = field(default_factory=deque)  # requests: position, whether in lockstep
     verdicts: dict[int, _Verdict] = field(default_factory=dict)
 
-    def exists(self, position: int, rows: int) -> None:
-        """Notes that a batch exists at `position`, with `rows` on this rank."""
+    def exists(self, position: int, rows: int, digest: int = batch_digests.NOTHING) -> None:
+        """Notes that a batch exists at `position`, with `rows` on this rank, and the digest of what all ranks make."""
         with self.lockstep.changes(self):
             self.known = position + 1
             self.rows[position] = rows
+            if digest != batch_digests.NOTHING:
+                self.digests[position] = digest
 
     def allow(self, batches: int) -> None:
         """Notes that so many more may be read; only these can be announced ahead."""
@@ -285,12 +287,12 @@ class Lockstep:
             return self._announced.wait_for(lambda: bool(self._failure) or not self._owed, timeout_s)
 
     def _decide(self, progress: IteratorProgress, position: int, reply: Reply) -> None:
-        """Handles the ranks' announcements for `position`: code, place, rows, digest, whether others want to join."""
+        """Handles what the ranks announce for `position`: code, place, rows, digest, if others want to join, `HASH`."""
         if reply.error is not None:
             self.fail(reply.error)
             return
         ranks, said = zip(*(reply.parts or {}).items(), strict=True)
-        codes, places, rows, digests, joins = np.array([np.frombuffer(part, np.int64) for part in said]).T
+        codes, places, rows, digests, joins, hashes = np.array([np.frombuffer(part, np.int64) for part in said]).T
         own = ranks.index(self._rank)
         others = np.flatnonzero(places != places[own])
         try:
@@ -303,7 +305,7 @@ class Lockstep:
                     f"the workers must take batches in the same order, got {shown}; every worker must run "
                     "the same program (and after Ctrl-C at different steps a new strategy)"
                 )
-            first_batches.check(digests, ranks, position)
+            batch_digests.check(digests, ranks, position, joins=position == progress.joined, hashes=hashes)
             if progress.whole and (rows != rows[own]).any():
                 each = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks, rows, strict=True))
                 raise MismatchError(
@@ -379,6 +381,7 @@ class Lockstep:
             progress.waiting.popleft()
             progress.verdicts.pop(position, None)
             progress.rows.pop(position, None)
+            progress.digests.pop(position, None)
             progress.answer(*answer, *((UNKNOWN, ()) if verdict is None else (verdict.rows, verdict.ranks)))
 
     def _push_owed(self) -> None:
@@ -395,7 +398,7 @@ class Lockstep:
             code = progress.code(position)
             if code is None or position > progress.agreed or progress.place is None or position in progress.held:
                 return
-            digest = first_batches.NOTHING if position else progress.first
+            digest = progress.digests.get(position, batch_digests.NOTHING)
             if position == progress.joined and progress.digest_of is not None and code not in (_NONE, _FAILED):
                 if (key := progress.ready.get(position)) is not None:
                     digest = progress.digest_of(key)
@@ -404,7 +407,7 @@ class Lockstep:
             self._owed.popleft()
             place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)
             joins = self.admits and self.runtime.exchange.joining.told
-            own = np.array([code, place, rows, digest, joins], np.int64)
+            own = np.array([code, place, rows, digest, joins, batch_digests.HASH], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             self.said.push(own, functools.partial(self._decide, progress, position))
 

@@ -21,8 +21,8 @@ from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
 from tfps.graph.tf_private import eagerly
+from tfps.input.batch_digests import NOTHING, BatchDigests, of_own
 from tfps.input.caches import advice
-from tfps.input.first_batches import NOTHING, FirstBatches, of_own, of_whole
 from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.keras_hooks.generators import View
 from tfps.runtime.runtime import Runtime
@@ -89,19 +89,19 @@ class Staging:
         last_batch: LastBatch | None,  # notes the rows of batches that graphs take; None if the job has one replica
         *,
         together: bool = True,  # the workers take batches together; else the others' rows are estimated by this one's
-        compares: bool = False,  # the ranks compare the first batch of each iterator
+        check_every: int = 0,  # the ranks compare the first batch of each iterator, and one of so many; 0: none
     ) -> None:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans, self.workers = runtime.spans, runtime.exchange.view.workers
         self.changes = last_batch is not None and last_batch.changes  # whether the number of workers may change
-        self.closed, self.compares = False, compares
+        self.closed, self.check_every = False, check_every
         self.foresee: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each that is staged
         self.lockstep: Lockstep | None = None  # strategies of one runtime share it: they announce batches in one order
         if self.workers > 1 and together:
             self.lockstep = runtime.shared(Lockstep, lambda: Lockstep(runtime))
         self.epochs = _epochs.setdefault(runtime, itertools.count())  # that are handed out: the same on all ranks
         self.keys = itertools.count()
-        self.firsts: deque[int] = deque()  # digests of first batches, by feed, since they were taken
+        self.read: deque[int] = deque()  # digests of batches that steps took without an announcement, since last asked
         self.number = next(_numbers)
         stagings[self.number] = self
         self._areas: dict[tuple[int, tuple[tf.DType, ...], str], Function] = {}
@@ -133,9 +133,9 @@ class Staging:
         with tf.device(HOST):
             return tf.raw_ops.QueueDequeueV2(handle=self.ended.queue_ref, component_types=[tf.int64])[0]
 
-    def take_firsts(self) -> list[int]:
+    def take_read(self) -> list[int]:
         """Returns the digests noted since the last call."""
-        return [self.firsts.popleft() for _ in range(len(self.firsts))]
+        return [self.read.popleft() for _ in range(len(self.read))]
 
     def started(self, feed: Feed) -> bool:
         """Notes that one more may remove batches of `feed`; returns False if staging is closed."""
@@ -186,13 +186,17 @@ class Feed:
         batches: int | None,  # number of steps in the data; None if unknown or infinite
         meets: bool,  # several workers synchronize at the first batch that eager code takes
         hands_out: bool = False,
-        first: FirstBatches | None = None,  # knows the digests of first batches; None: this rank makes its own
+        digests: BatchDigests | None = None,  # of batches; None: this rank makes its own
         cut: Cut | None = None,  # then groups are whole batches, which are cut again if their ranks turn out to differ
         ranks: Sequence[int] = (),  # for which they are cut at first
         skipped: int = 0,  # batches that others have taken before
     ) -> None:
         self._skipped = skipped
-        self._first, self._compares = first, meets and staging.compares  # else this worker iterates alone
+        # Without `meets` this worker iterates alone.
+        self._digests, self._compares = digests, meets and staging.check_every > 0
+        self._iterator = 0  # number of the iterator that is read, for `_digests`
+        self.uncounted = 0  # batches that are skipped, but not read
+        self._digest_of: dict[int, int] = {}  # by key, of batches whose token is not put
         self._staging, self._stage, self._hands_out = staging, stage, hands_out
         self._groups: Iterator[Group] | None = groups
         self.sizes: Callable[[int], int] | None = None  # rows of a whole batch of all ranks by position, if known
@@ -223,8 +227,8 @@ class Feed:
             self._progress = staging.lockstep.follow(
                 self.number, batches, self._answer, meets=meets, whole=cut is not None, begin=skipped
             )
-            if self._compares and cut is not None:
-                self._progress.digest_of = lambda key: of_whole(self._whole[key][0])
+            if self._compares and cut is not None and digests is not None:
+                self._progress.digest_of = lambda key: digests.of_whole(self._whole[key][0])
             for _ in range(staging.depth):
                 self._room.put(1)
 
@@ -295,8 +299,9 @@ class Feed:
             with contextlib.suppress(*_STOPS):
                 try:
                     for position, batches in enumerate(self._read(), self._skipped):
+                        digest = self._digest(position, batches)
                         if progress is not None:
-                            progress.exists(position, self._rows_of(batches)[0])
+                            progress.exists(position, self._rows_of(batches)[0], digest)
                             self._get(self._room)
                         key, begin = next(staging.keys), staging.spans.now()
                         if self._cut is not None:
@@ -309,6 +314,7 @@ class Feed:
                         staging.foresee(batches)
                         if staging.spans.recorder.enabled:
                             staging.spans.staged(begin, batches)
+                        self._digest_of[key] = digest
                         self._rows[key] = rows  # only now: a partly staged batch cannot be taken out
                         self._staged += 1
                         if progress is not None:
@@ -316,7 +322,7 @@ class Feed:
                         else:
                             total = rows[0] * (staging.workers if self.sizes is None else 1)
                             self._put_token(key, "", [max(UNKNOWN, total), *rows[1:]])
-                            del self._rows[key]
+                            del self._rows[key], self._digest_of[key]
                             self._whole.pop(key, None)
                         if self._view is not None:
                             with tf.device(HOST):
@@ -347,12 +353,14 @@ class Feed:
                         self._discard(each)
             finally:
                 staging.finished(self)
+                if self._digests is not None:
+                    self._digests.forget(self._iterator)
                 if self._view is not None:
                     self._view.close(self._skipped + self._staged - self._unused)
 
     def _read(self) -> Iterator[Group]:
         """Yields groups of batches, one per replica."""
-        groups, self._groups, begun, left = self._groups, None, not self._compares, 0
+        groups, self._groups, begun, left = self._groups, None, False, 0
         if self.begins is not None:
             self._view = self.begins()
         while not self.stopped and groups is not None:
@@ -362,28 +370,31 @@ class Feed:
                 while not left:
                     left = self._get(self._allowed)
                 left -= 1
-            group = next(groups, None) if begun else self._read_first(groups)
+            group = next(groups, None) if begun or self._digests is None else self._read_first(groups, self._digests)
             begun = True
             if group is None:
                 return
             yield group
             del group
 
-    def _read_first(self, groups: Iterator[Group]) -> Group | None:
-        """Returns the first group, whose digest the ranks compare."""
-        if self._first is not None:
-            self._first.begin()
+    def _read_first(self, groups: Iterator[Group], digests: BatchDigests) -> Group | None:
+        """Returns the first group, and notes whose digests are this iterator's."""
+        digests.begin()
         try:
-            group = next(groups, None)
+            return next(groups, None)
         finally:
-            digest = NOTHING if self._first is None else self._first.end()
-        if self._first is None and group is not None:
-            with tf.device(HOST):
-                digest = of_own(group)
-        if self._progress is not None:
-            self._progress.first = digest
-        self._staging.firsts.append(digest)
-        return group
+            self._iterator = digests.end()
+
+    def _digest(self, position: int, group: Group) -> int:
+        """Returns the digest of the batch at `position`, of which this rank has read `group`; NOTHING if not known."""
+        if not self._compares:
+            return NOTHING
+        if self._digests is not None:
+            return self._digests.take(self._iterator, position - self.uncounted)
+        if position > self._skipped:
+            return NOTHING
+        with tf.device(HOST):
+            return of_own(group)
 
     def _get(self, numbers: queue.SimpleQueue[int]) -> int:
         number = numbers.get()
@@ -429,7 +440,7 @@ class Feed:
             batches = self._cut(whole, ranks) if self._cut is not None else []
             self._stage.put(new, batches)
         del self._rows[key]
-        self._rows[new] = self._rows_of(batches)
+        self._rows[new], self._digest_of[new] = self._rows_of(batches), self._digest_of.pop(key)
         return new
 
     def _answer(self, key: int | None, text: str, rows: int, ranks: Sequence[int]) -> None:
@@ -444,6 +455,8 @@ class Feed:
                 known, *own = self._rows[key][: 1 + len(self._staging.devices)]
                 if rows == UNKNOWN and self.sizes is not None:  # the ranks have announced nothing, as in evaluation
                     rows = known
+                if (digest := self._digest_of.pop(key)) != NOTHING and not ranks:  # no announcement has carried it
+                    self._staging.read.append(digest)
                 self._put_token(key, text, [rows, *own, *[replicas] * self._staging.changes])
                 del self._rows[key]
                 self._whole.pop(key, None)

@@ -235,7 +235,7 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
     kept = _unpacked(packed) if joins else arrays
     for number, (each, place) in enumerate(zip(remote, said["remote"] if joins else places, strict=True)):
         each.move(place, kept, f"remote/{number}")
-    extended.staging.take_firsts()  # one who joins has read others, and one who was alone compared none
+    extended.staging.take_read()  # one who joins has read others, and one who was alone compared none
     if taken and not joins:
         lockstep.compare_next()
     if joins:

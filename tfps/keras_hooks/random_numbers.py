@@ -11,6 +11,7 @@ import contextlib
 import json
 import random
 import secrets
+import weakref
 from collections.abc import Callable
 
 import keras
@@ -31,6 +32,7 @@ _APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
 _SEEDS = 2**31 - 1  # number of seeds that TensorFlow distinguishes
 
 
+of_arrays: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()  # whose random ops choose rows, and change none
 _UNSEEDED = "tests/integration/test_unseeded.py"
 
 
@@ -93,9 +95,13 @@ def _seed_dataset(original: Function, seed: Value) -> Value:
 @replaces(ArrayDataAdapter, "get_tf_dataset", _UNSEEDED)
 def _shuffle_arrays_alike(original: Function, arrays: Batches) -> tf.data.Dataset:
     """Arrays that `fit` shuffles get the same orders on all ranks."""
-    if _Shared.seeds is None or is_seeded():
-        return original(arrays)
-    seed = _Shared.seeds.randrange(2**31)
+    dataset = original(arrays) if _Shared.seeds is None or is_seeded() else _shuffled(_Shared.seeds, original, arrays)
+    of_arrays.add(dataset)
+    return dataset
+
+
+def _shuffled(seeds: random.Random, original: Function, arrays: Batches) -> tf.data.Dataset:
+    seed = seeds.randrange(2**31)
     with tf.init_scope(), tf.device(HOST):  # an op with a seed would begin anew in every epoch
         count = ResourceVariable(0, dtype=tf.int64, trainable=False, name="tfps_shuffles")
 

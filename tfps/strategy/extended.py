@@ -87,8 +87,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.staging = None
         if depth:
             together = self.policy.together
-            compares = workers > 1 and together and config.check_every > 0
-            self.staging = Staging(runtime, self._devices, depth, self.last_batch, together=together, compares=compares)
+            every = config.check_every if workers > 1 and together else 0
+            self.staging = Staging(runtime, self._devices, depth, self.last_batch, together=together, check_every=every)
         self._reductions = self.policy.reductions()
         self.runtime = runtime
         self.admits = self.changes and self.policy.together

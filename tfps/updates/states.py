@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfps.collectives import AllGather
 from tfps.errors import MismatchError
 from tfps.exchange.interface import Reply
-from tfps.input import first_batches
+from tfps.input import batch_digests
 from tfps.input.staging import Staging
 from tfps.runtime.runtime import Runtime
 from tfps.types import Array, Buffer, Variable
@@ -43,8 +43,8 @@ class States:
         """Compares with all other ranks, which must call it too; `when` is for the message."""
         self._combiner.refresh()  # then moving statistics are the same, too
         self._said.declare()
-        own, firsts = self._own(statistics=True), self._staging.take_firsts()
-        parts = self._said(_encoded(own, firsts))
+        own, read = self._own(statistics=True), self._staging.take_read()
+        parts = self._said(_encoded(own, read))
         self._compared = self._runtime.exchanges
         self._check(parts, own, when)
 
@@ -88,7 +88,7 @@ class States:
         different = [number for number in common if len({rank[number] for rank in ranks}) > 1]
         try:
             for number in read[0] if all(each == read[0] for each in read) else ():
-                first_batches.check(np.array([rank[number] for rank in ranks], np.int64))
+                batch_digests.check(np.array([rank[number] for rank in ranks], np.int64))
             if different:
                 first = min(different, key=lambda number: (own[number][0].shape.rank > 0, number))  # others follow it
                 numbers = [rank[first] for rank in ranks]
@@ -98,9 +98,9 @@ class States:
             raise
 
 
-def _encoded(own: dict[int, tuple[Variable, int]], firsts: Sequence[int] = ()) -> Array:
+def _encoded(own: dict[int, tuple[Variable, int]], digests: Sequence[int] = ()) -> Array:
     pairs = [(number, value) for number, (_, value) in own.items()]
-    return np.array([*pairs, *((-1 - index, first) for index, first in enumerate(firsts))], np.int64).reshape(-1)
+    return np.array([*pairs, *((-1 - index, digest) for index, digest in enumerate(digests))], np.int64).reshape(-1)
 
 
 def _number(value: Array) -> int:
