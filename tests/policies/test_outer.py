@@ -32,7 +32,7 @@ from local_training import (
 
 import tfps
 from tfps.errors import ConfigError, UnsupportedError
-from tfps.policies import diloco
+from tfps.policies import global_values
 from tfps.types import Argument, Logs, Model
 
 OVERLAPPING = Settings("diloco", fragments=2, overlap_steps=2, own_share=0.25)
@@ -240,18 +240,18 @@ def test_a_worker_has_its_own_parameters_again_where_they_come_back_and_the_user
 ) -> None:
     strategy = start(Settings())
     model = between(strategy)
-    own, assign, calls = model.get_weights(), diloco._assign, itertools.count()
+    own, assign, calls = model.get_weights(), global_values._assign, itertools.count()
 
     def interrupted(*arguments: Argument) -> None:
         assign(*arguments)
         if next(calls) == len(own) + 1:  # one variable has its own value again
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(diloco, "_assign", interrupted)
+    monkeypatch.setattr(global_values, "_assign", interrupted)
     with pytest.raises(KeyboardInterrupt), strategy.extended.policy.global_parameters():
         assert difference(model.get_weights(), own) > 0
     assert difference(model.get_weights(), own) == 0.0
-    assert not strategy.extended.policy.shows_global
+    assert not strategy.extended.policy._global_values.used
 
 
 @pytest.mark.parametrize(

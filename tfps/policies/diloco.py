@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -26,8 +26,9 @@ from tfps.graph.patches import replaced
 from tfps.keras_hooks.checkpoint import ExtraState
 from tfps.keras_hooks.keras_private import trained_variables
 from tfps.keras_hooks.variables import check_variable, of_tensorflow, slots_from_first_rank
+from tfps.policies.global_values import GlobalValues
 from tfps.policies.outer_optimizer import OuterOptimizer, copy_of, make_copy
-from tfps.policies.policy import Independent
+from tfps.policies.policy import Independent, check_alone
 from tfps.runtime.report import Stepping
 from tfps.runtime.runtime import Runtime
 from tfps.types import Array, Model, Optimizer, Structure, Variable
@@ -53,11 +54,9 @@ class DiLoCo(Independent):
         self.exchanged: dict[int, tuple[weakref.ref[OuterOptimizer], int]] = {}  # by bucket, with the fragment
         self._known: weakref.WeakSet[OuterOptimizer] = weakref.WeakSet()
         self._of_optimizers: weakref.WeakKeyDictionary[Optimizer, OuterOptimizer] = weakref.WeakKeyDictionary()
-        # By unique id, those that have a global copy.
-        self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
-        self._own: dict[str, list[tf.Tensor]] | None = None  # values by unique id while global ones take their place
+        self._global_values = GlobalValues()
         # Within `fit` residuals travel only if a rank saves: rounds are as long as epochs may be, so that collecting
-        # them after each epoch would send more than compression saves. See `_meet`.
+        # them after each epoch would send more than compression saves. See `begin_steps`.
         self._fits = self._one_may_save = False
         self._said, self._met = AllGather(runtime, "steps of each worker"), AllGather(runtime, "end of saving alone")
         if runtime.exchange.view.workers > 1:
@@ -67,7 +66,7 @@ class DiLoCo(Independent):
 
             def before(_: BucketSpec) -> None:
                 if (found := policy()) is not None:
-                    found._meet()
+                    found.begin_steps()
 
             runtime.declared.before = before
 
@@ -93,7 +92,7 @@ class DiLoCo(Independent):
         """The outer optimizer groups those of each fragment."""
 
     def prepare(self, optimizer: Optimizer, variables: Sequence[Variable], *, alone: bool) -> None:
-        self._check_alone(alone, self.setting, _INSTEAD)
+        check_alone(alone, self.setting, _INSTEAD)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             self._of_optimizers[optimizer] = self._of_optimizers[optimizer.inner_optimizer]  # built before
             return
@@ -111,7 +110,7 @@ class DiLoCo(Independent):
         apart = {each._unique_id for each in variables if each.global_copy is not None and not _alike(each)}
         copies = [make_copy(variable, own_gates=self._config.overlap_steps > 0) for variable in variables]
         for variable, copy in zip(variables, copies, strict=True):
-            self._variables[variable._unique_id] = variable
+            self._global_values.add(variable)
             self._runtime.gate_watch.add(copy.gates)
         self._strategy.extended._initial_values.forget(copies)
         outer = OuterOptimizer(self._strategy, variables, apart, optimizer, self._numbers)
@@ -151,9 +150,6 @@ class DiLoCo(Independent):
             finally:
                 self._one_may_save = False  # after an error; else ranks have met since
 
-    def begin_steps(self) -> None:
-        self._meet()
-
     def let_one_save(self) -> None:
         compressing = self._strategy.extended.compressing
         if not self._fits:
@@ -161,7 +157,7 @@ class DiLoCo(Independent):
         elif not self.together:
             self._one_may_save = compressing.has_residuals
 
-    def _meet(self) -> None:
+    def begin_steps(self) -> None:
         """Ends the time in which one rank may save alone, before anything else that ranks do together.
 
         A rank that saves waits for the residuals of the others, which wait for it here and give them.
@@ -181,7 +177,7 @@ class DiLoCo(Independent):
         self._met(b"", give)
 
     def end_epoch(self, model: Model) -> None:
-        if self._own is None:  # else this evaluates, and has met
+        if not self._global_values.used:  # else this evaluates, and has met
             self.barrier()
 
     def begin_evaluation(self) -> None:
@@ -207,9 +203,13 @@ class DiLoCo(Independent):
             yield
 
     def _barrier(self) -> list[OuterOptimizer]:
-        self._meet()
+        self.begin_steps()
         known = self._exchanged()
-        self._check_counted(known)
+        try:
+            _check_counted(known, self._known, self.setting)
+        except UnsupportedError as error:
+            self._runtime.exchange.fail(error)
+            raise
         if self._runtime.exchange.view.workers == 1:
             return known
 
@@ -237,21 +237,6 @@ class DiLoCo(Independent):
             ) from error
         return common
 
-    def _check_counted(self, known: Sequence[OuterOptimizer]) -> None:
-        counted = {variable._unique_id for each in known for variable in each.variables}
-        for each in [each for each in self._known if each.job_number is None]:
-            for variable in each.variables:
-                if variable._unique_id in counted | each.apart or _alike(variable):
-                    continue
-                error = UnsupportedError(
-                    f"{self.setting}: variable {own_name(variable)!r} has been trained, but no call of "
-                    f"Keras' `apply` of its optimizer, {each.optimizer}, was counted, so nothing is exchanged; if that "
-                    "class overrides `apply`, let it call super().apply, or override `update_step` instead; or use "
-                    "mode='sync' (tfps.Config, the default)"
-                )
-                self._runtime.exchange.fail(error)
-                raise error
-
     def synchronize(self) -> None:
         with self._meeting():
             for each in self._barrier():
@@ -262,38 +247,8 @@ class DiLoCo(Independent):
         known = [each for each in self._known if each.job_number is not None]
         return sorted(known, key=lambda each: each.job_number or 0)
 
-    # Global parameters in place of own ones.
-
-    @contextlib.contextmanager
-    def global_parameters(self) -> Iterator[None]:
-        """In the block variables have their global values."""
-        if self._own is not None:
-            yield
-            return
-        with tf.init_scope():
-            variables = list(self._variables.values())
-            for variable in variables:
-                variable.wait()
-                copy_of(variable).wait()
-            own = {each._unique_id: [component.read_value() for component in each._values] for each in variables}
-        try:
-            self._own = own
-            for variable in variables:
-                _assign(variable, [component.read_value() for component in copy_of(variable)._values])
-            yield
-        finally:
-            try:
-                self._take_back(own)
-            except KeyboardInterrupt:  # else some would train on from global parameters, on this rank only
-                self._take_back(own)
-                raise
-
-    def _take_back(self, own: dict[str, list[tf.Tensor]]) -> None:
-        """Gives variables their own values again, but for those that the program has assigned meanwhile."""
-        for variable in list(self._variables.values()):
-            if variable._unique_id in own:
-                _assign(variable, own[variable._unique_id])
-        self._own = None
+    def global_parameters(self) -> contextlib.AbstractContextManager[None]:
+        return self._global_values.in_use()
 
     # Saving.
 
@@ -309,9 +264,7 @@ class DiLoCo(Independent):
         return None if known is None else _OuterState(known, self._strategy)
 
     def note_assigned(self, variable: GatedVariable) -> None:
-        """Notes that the program has assigned `variable`: it keeps that value after `global_parameters`."""
-        if self._own is not None:
-            self._own.pop(variable._unique_id, None)
+        self._global_values.keep(variable)
 
 
 class LocalSGD(DiLoCo):
@@ -321,6 +274,20 @@ class LocalSGD(DiLoCo):
 
     def outer_settings(self) -> tuple[float, float]:
         return 1.0, 0.0
+
+
+def _check_counted(exchanged: Sequence[OuterOptimizer], known: Iterable[OuterOptimizer], setting: str) -> None:
+    """Checks that of `known` outer optimizers those which have not exchanged anything have trained nothing."""
+    counted = {variable._unique_id for each in exchanged for variable in each.variables}
+    for each in [each for each in known if each.job_number is None]:
+        for variable in each.variables:
+            if variable._unique_id not in counted | each.apart and not _alike(variable):
+                raise UnsupportedError(
+                    f"{setting}: variable {own_name(variable)!r} has been trained, but no call of Keras' `apply` of "
+                    f"its optimizer, {each.optimizer}, was counted, so nothing is exchanged; if that class overrides "
+                    "`apply`, let it call super().apply, or override `update_step` instead; or use mode='sync' "
+                    "(tfps.Config, the default)"
+                )
 
 
 def _check_optimizer(optimizer: Optimizer, setting: str) -> None:
@@ -357,12 +324,6 @@ def _alike(variable: GatedVariable) -> bool:
             each.wait()
         own, shared = (each._values[0].numpy() for each in both)
     return bool(own.tobytes() == shared.tobytes())
-
-
-def _assign(variable: GatedVariable, values: Sequence[tf.Tensor]) -> None:
-    with tf.init_scope():
-        for component, value in zip(variable._values, values, strict=True):
-            component.assign(value)
 
 
 class _OuterState(ExtraState):

@@ -73,7 +73,7 @@ class Policy:
         `alone`: whether all of them are trainable ones of this strategy.
         """
         if self.remote_parameters:
-            self._check_alone(alone, _SERVER, "use update='worker' (tfps.Config)")
+            check_alone(alone, _SERVER, "use update='worker' (tfps.Config)")
             update_on_pservers(optimizer, variables, self._strategy)
 
     def note_remote(self, variable: GatedVariable) -> None:
@@ -145,14 +145,6 @@ class Policy:
         """Returns what checkpoints of `optimizer` have to have beside what Keras has in them, if anything."""
         return None
 
-    @staticmethod
-    def _check_alone(alone: bool, setting: str, instead: str) -> None:
-        if not alone:
-            raise UnsupportedError(
-                f"with {setting} all variables of an optimizer must be trainable ones of one strategy; build the model "
-                f"within its scope, or {instead}"
-            )
-
 
 class Independent(Policy):
     """Workers take their steps by themselves, unless there is one only."""
@@ -169,3 +161,16 @@ class Independent(Policy):
     @property
     def state(self) -> str | None:
         return str(self._barriers)
+
+
+def check_alone(alone: bool, setting: str, instead: str) -> None:
+    """Checks that all variables of an optimizer are trainable ones of one strategy, as `alone` says.
+
+    Raises:
+        UnsupportedError: they are not; says to do `instead`.
+    """
+    if not alone:
+        raise UnsupportedError(
+            f"with {setting} all variables of an optimizer must be trainable ones of one strategy; build the model "
+            f"within its scope, or {instead}"
+        )
