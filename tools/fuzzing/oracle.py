@@ -59,9 +59,8 @@ def _uses(case: Case, *layers: str) -> bool:
     return any(layer in case.network.layers for layer in layers)
 
 
-def _looks_up_positions_eagerly(case: Case) -> bool:
-    in_loop = any(isinstance(each, Loop) and each.how == "eager steps" for each in case.actions)
-    return (case.eager or in_loop) and _uses(case, "positions")
+def _eager(case: Case) -> bool:
+    return case.eager or any(isinstance(each, Loop) and each.how == "eager steps" for each in case.actions)
 
 
 def _sparse_gradients(case: Case) -> bool:
@@ -169,9 +168,15 @@ RULES = (
         MIRRORED,
     ),
     Rule(
-        "positions eagerly",
-        lambda case: _several(case) and _looks_up_positions_eagerly(case) and case.optimizer.name != "SGD",
-        "in eager steps nobody knows which lookups do not come from the batch",
+        "positions and ids taken once, eagerly",
+        lambda case: (
+            _several(case)
+            and _eager(case)
+            and (_uses(case, "positions") or _sparse_gradients(case))
+            and case.optimizer.name != "SGD"
+        ),
+        "in eager steps nobody knows which lookups do not come from the batch, or have each id of a replica once; "
+        "warned of",
         NOTHING,
     ),
     Rule(
@@ -208,6 +213,12 @@ RULES = (
         "sparse gradients under MirroredStrategy",
         lambda case: _several(case) and _sparse_gradients(case) and _like_mirrored(case),
         "MirroredStrategy's replicas have the same row several times",
+        NOTHING,
+    ),
+    Rule(
+        "means that are used under MirroredStrategy",
+        lambda case: _several(case) and _uses(case, "mean that is used") and _like_mirrored(case),
+        "each of MirroredStrategy's replicas uses and changes its own",
         NOTHING,
     ),
     Rule(
