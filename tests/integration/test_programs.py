@@ -77,6 +77,7 @@ PROGRAMS = {
         ["saved_in_epochs", "backup_shared"],
         [
             *("checkpoints_shared", "checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard"),
+            "tensorboard_shared",
             *("csv_appended", "monitored", "tf_checkpoint", "weights_set", "weights_set_on_one_rank"),
         ],
     ),
