@@ -41,7 +41,7 @@ PROGRAMS = {
     "programs_loops": (["loop_divided"], ["loop_alike"]),
     "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up", "states"], []),
     "programs_training": (
-        ["helper_models", "predicted_on_one_rank"],
+        ["helper_models", "predicted_on_one_rank", "captured_constant"],
         [
             "adapted",
             "strings",
