@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -147,6 +149,26 @@ def tensorboard(job: Job) -> Results:
     x, y = data()
     fit = model.fit(x, y, validation_data=(x[:96], y[:96]), epochs=2, callbacks=[board], **OPTIONS)
     return {**weights(model), **history(fit), "own files": names(job.own / "logs")}
+
+
+def tensorboard_shared(job: Job) -> Results:
+    """Rank 0 says once that others write to the same directory; a file of an earlier job does not count."""
+    told: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    model, shared, apart = job.compiled(), job.shared / "logs", job.own / "logs"
+    (apart / "train").mkdir(parents=True)
+    earlier = apart / "train" / "events.out.tfevents.1700000000.host.1.0.v2"
+    earlier.touch()
+    os.utime(earlier, (1700000000, 1700000000))
+    logging.getLogger("tfps").addHandler(heard)
+    for folder in (apart, shared, shared):
+        model.fit(*data(), epochs=2, callbacks=[keras.callbacks.TensorBoard(str(folder))], **OPTIONS)
+    logging.getLogger("tfps").removeHandler(heard)
+    said = [text for text in told if "TensorBoard" in text]
+    assert len(said) == (job.workers > 1 and job.rank == 0), said
+    assert all(repr(str(shared)) in text for text in said)
+    return weights(model)
 
 
 def saved(job: Job) -> Results:

@@ -143,6 +143,20 @@ def helper_models(job: Job) -> Results:
     return {**weights(model), **history(fit)}
 
 
+def captured_constant(job: Job) -> Results:
+    """A functional model keeps what a layer has computed at once, from initial weights that differ between ranks."""
+    with job.scope():
+        inputs = keras.Input((64,))
+        words = keras.layers.Embedding(8, 16)(keras.ops.arange(8))
+        hidden = keras.layers.Dense(16)(inputs)
+        inner = keras.Model(inputs, keras.ops.matmul(hidden, keras.ops.transpose(words)))
+        model = keras.Sequential([inner, keras.layers.Dense(10)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = data()
+    fit = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit), "predicted": model.predict(x[:8], verbose=0)}
+
+
 def strings(job: Job) -> Results:
     """Variables of strings, of other lengths on each rank; one whose number of strings differs; one of numbers."""
     words = ["", "a" * (job.rank + 1), "\u00e4\0", "b" * 3000]

@@ -41,7 +41,7 @@ PROGRAMS = {
     "programs_loops": (["loop_divided"], ["loop_alike"]),
     "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up", "states"], []),
     "programs_training": (
-        ["helper_models", "predicted_on_one_rank"],
+        ["helper_models", "predicted_on_one_rank", "captured_constant"],
         [
             "adapted",
             "strings",
@@ -77,6 +77,7 @@ PROGRAMS = {
         ["saved_in_epochs", "backup_shared"],
         [
             *("checkpoints_shared", "checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard"),
+            "tensorboard_shared",
             *("csv_appended", "monitored", "tf_checkpoint", "weights_set", "weights_set_on_one_rank"),
         ],
     ),

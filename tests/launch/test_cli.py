@@ -250,11 +250,13 @@ def test_too_few_workers_end_all(write_script: WriteScript, tmp_path: Path) -> N
 def test_the_log_has_every_line(write_script: WriteScript, tmp_path: Path) -> None:
     log = tmp_path / "log"
     for code, end in ((0, "all workers ended well"), (3, "worker 0 ended with exit code 3; all others were ended")):
-        result = launch("--log", log, write_script(f"print('out'); print('err', file=sys.stderr); sys.exit({code})"))
+        script = write_script(f"print('out'); print('err', file=sys.stderr); sys.exit({code})")
+        result = launch("--log", log, script, "--workers", 1)  # which the launcher says something about
         assert result.returncode == code
         lines = log.read_text().splitlines()
         assert sorted(lines) == sorted([*result.stdout.splitlines(), *result.stderr.splitlines()])
         assert f"tfps_launch: {end}" in lines
+        assert any("--workers after the script" in line for line in lines)
 
 
 def test_the_launcher_does_not_import_tensorflow() -> None:

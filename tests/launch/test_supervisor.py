@@ -194,7 +194,7 @@ def test_a_signal_to_the_launcher_ends_all(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_of_an_elastic_job_ends_workers_before_pservers(
-    number: signal.Signals, write_script: WriteScript, start: Callable[..., Running]
+    number: signal.Signals, write_script: WriteScript, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     script = write_script(
         """
@@ -216,13 +216,15 @@ def test_a_signal_to_the_launcher_of_an_elastic_job_ends_workers_before_pservers
             signal.pause()
         """
     )
-    running = start("--workers", 2, "--min-workers", 1, "--restart", 1, script)
+    log = tmp_path / "log"
+    running = start("--workers", 2, "--min-workers", 1, "--restart", 1, "--log", log, script)
     running.wait_ready(2)
     running.popen.send_signal(number)
     out, errors = running.popen.communicate(timeout=END_S)
     assert running.popen.returncode == 128 + number
     assert out.count("the pserver lives") == 2, out
-    assert f"tfps_launch: ended by {number.name}: the whole job is being stopped\n" in errors
+    for heard in (errors, log.read_text()):
+        assert f"tfps_launch: ended by {number.name}: the whole job is being stopped\n" in heard
     assert "starts again" not in errors
     assert not running.survivors()
 

@@ -486,7 +486,9 @@ class FailureState:
     @property
     def end(self) -> TfpsError | None:
         """Why nothing can be pushed any more: the failure, else ClosedError once closed, else None."""
-        return self.failure or (ClosedError("the exchange is closed") if self._closed else None)
+        if self.failure is None and self._closed:
+            return ClosedError("the strategy has been closed; train before strategy.close(), or make another strategy")
+        return self.failure
 
     def check(self) -> None:
         """Raises `end`, if there is one."""

@@ -14,7 +14,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import cast
@@ -131,7 +131,7 @@ try:
     # whether a strategy uses merge_call.
     _extended = mirrored_strategy.MirroredExtended
     needs(dataset_ops, "UnaryUnchangedStructureDataset")
-    needs(tf.data.Dataset, "interleave", "_variant_tensor", "_flat_structure", "_functions", "_inputs")
+    needs(tf.data.Dataset, "interleave", "_variant_tensor", "_flat_structure")
     needs(_extended, "_use_merge_call", "_num_replicas_in_sync", "_get_replica_id_in_sync_group")
     needs(_extended, "_get_local_replica_id", "_create_variable", "_call_for_each_replica", "_replica_ctx_all_reduce")
     needs(_extended, "_replica_ctx_update", "_update", "_reduce_to", "_batch_reduce_to", "_gather_to_implementation")
@@ -180,8 +180,7 @@ try:
     needs(CompositeTensor, "_type_spec")
     for _spec in (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec):
         needs(_spec, "_batch", "_unbatch")
-    needs(tf.data.Dataset, "_functions")  # see reads_files
-    needs(tf.data.Dataset, "_inputs")  # see made_by_generator, finds_generators, inputs_of
+    needs(tf.data.Dataset, "_functions", "_inputs")  # see functions_of, inputs_of
     needs(dataset_ops, "UnaryUnchangedStructureDataset")
     needs(op_def_registry, "get")
     needs(flat_map_op, "_FlatMapDataset")
@@ -373,7 +372,7 @@ def made_by_generator(dataset: tf.data.Dataset) -> bool:
         function = getattr(getattr(dataset, "_map_func", None), "function", None)
         if any(op.type == "GeneratorDataset" for op in (function.graph.get_operations() if function else ())):
             return True
-        inputs: list[tf.data.Dataset] = dataset._inputs()
+        inputs = inputs_of(dataset)
         if len(inputs) != 1 or "Batch" in type(dataset).__name__:
             return False
         dataset = inputs[0]
@@ -402,6 +401,15 @@ def is_stateful(op_type: str) -> bool:
     return found is None or found.is_stateful
 
 
+def _nodes(dataset: tf.data.Dataset) -> Iterator[tf.compat.v1.NodeDef]:
+    """Yields the ops of the functions that `dataset` calls itself and of those that these call."""
+    for function in functions_of(dataset):
+        graph = function.function.graph.as_graph_def()
+        yield from graph.node
+        for each in graph.library.function:
+            yield from each.node_def
+
+
 def reads_files(dataset: tf.data.Dataset) -> bool:
     """Whether TensorFlow may find files in `dataset` that it can divide between workers, or a service divides it."""
 
@@ -410,12 +418,7 @@ def reads_files(dataset: tf.data.Dataset) -> bool:
 
     if of_files(type(dataset).__name__):
         return True
-    for function in dataset._functions():
-        graph = function.function.graph.as_graph_def()
-        nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
-        if any(of_files(node.op) for node in nodes):
-            return True
-    return any(map(reads_files, dataset._inputs()))
+    return any(of_files(node.op) for node in _nodes(dataset)) or any(map(reads_files, inputs_of(dataset)))
 
 
 def is_unordered(dataset: tf.data.Dataset) -> bool:
@@ -423,12 +426,9 @@ def is_unordered(dataset: tf.data.Dataset) -> bool:
     said = dataset.options().deterministic is False, str(getattr(dataset, "_deterministic", "")).lower() == "false"
     if any(said) or dataset in _unordered:
         return True
-    for function in dataset._functions():
-        graph = function.function.graph.as_graph_def()
-        nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
-        if any(node.attr["deterministic"].s == b"false" for node in nodes if "deterministic" in node.attr):
-            return True
-    return any(map(is_unordered, dataset._inputs()))
+    if any(node.attr["deterministic"].s == b"false" for node in _nodes(dataset) if "deterministic" in node.attr):
+        return True
+    return any(map(is_unordered, inputs_of(dataset)))
 
 
 class _InOrder(dataset_ops.UnaryUnchangedStructureDataset):

@@ -19,7 +19,9 @@ import io
 import logging
 import os
 import shutil
+import socket
 import tempfile
+import time
 import weakref
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +45,8 @@ StrPath = str | os.PathLike[str]
 logger = logging.getLogger("tfps")
 _ITERATIONS, _EXACT, _SHOWN = "iterations", "exact", "shown"
 _MARK = "tfps_brought"  # attribute of an HDF5 file
+_SINCE_NS = time.time_ns()  # before any rank of a job has written a file
+_shared: set[str] = set()  # directories of TensorBoard for which this was said
 _PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
 _OUTER, _TABLES = "tests/policies/test_outer.py", "tests/layers/test_saving.py"
 _backup, _checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
@@ -482,6 +486,31 @@ def _append_alike(
         callback.csv_file.close()
         callback.csv_file = open(callback.filename, "r+")  # noqa: SIM115, PTH123  # closed by Keras
         callback.csv_file.seek(0, os.SEEK_END)
+
+
+@replaces(keras.callbacks.TensorBoard, "on_epoch_end", _PROGRAMS)
+@for_callbacks
+def _say_who_else_writes(
+    original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
+) -> None:
+    """Says once that several ranks write to one directory of TensorBoard."""
+    original(callback, *args, **options)
+    if strategy.rank == 0 and strategy.num_workers > 1:
+        _look_for_others(str(callback.log_dir))
+
+
+def _look_for_others(folder: str) -> None:
+    own = f".{socket.gethostname()}.{os.getpid()}."
+    files = [file for file in tf.io.gfile.glob(f"{folder}/*/events.out.tfevents.*") if own not in file]
+    # Files of earlier jobs, which a program goes on with, are older than this process.
+    if folder not in _shared and any(tf.io.gfile.stat(file).mtime_nsec > _SINCE_NS for file in files):
+        _shared.add(folder)
+        logger.warning(
+            "tfps: other workers write to the directory %r of the callback TensorBoard, too: their values are shown as "
+            "points of the same curves. Give rank 0 alone the callback, or each rank its directory, as in "
+            "TensorBoard(f'logs/{strategy.rank}')",
+            folder,
+        )
 
 
 class _Discarding:

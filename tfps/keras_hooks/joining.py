@@ -23,6 +23,7 @@ from tfps.collectives import AllGather, Broadcast
 from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
 from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks import python_data, random_numbers
+from tfps.keras_hooks.captured import Captured, captured_by
 from tfps.keras_hooks.hooks import for_callbacks, replaces
 from tfps.keras_hooks.keras_private import (
     begin_at,
@@ -230,7 +231,11 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
             f"; the first that differ are {first[1]!r} here and {first[0]!r} there"
         )
     packed = Broadcast(runtime, "arrays of callbacks")(lambda: _packed(arrays))
-    extended.take_from_first_rank(variables)
+    constants = captured_by(model)
+    before = [each.numpy() for each in constants]
+    extended.take_from_first_rank([*variables, *constants])
+    if joins:
+        _check_traced(constants, before)
     # Nothing has been assigned: pservers have all values still, or more than workers.
     kept = _unpacked(packed) if joins else arrays
     for number, (each, place) in enumerate(zip(remote, said["remote"] if joins else places, strict=True)):
@@ -254,6 +259,17 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, j
         extended.positioned = True
         begin_at(model, said["epoch"])
         logger.info("tfps: this worker goes on with step %d of epoch %d", said["batch"] + 1, said["epoch"] + 1)
+
+
+def _check_traced(constants: Sequence[Captured], before: Sequence[Array]) -> None:
+    """Raises MismatchError if this rank has traced its step with other `constants` than the others have."""
+    for constant, own in zip(constants, before, strict=True):
+        if not np.allclose(constant.numpy(), own, rtol=1e-3, atol=1e-6):  # hosts may round differently
+            raise MismatchError(
+                f"a worker that joins must have the constants of the others, but the model has captured another one as "
+                f"{constant.name!r}, computed from weights or random numbers when it was built; set one seed on all "
+                "ranks before the model is built (keras.utils.set_random_seed)"
+            )
 
 
 def _combine_metrics(strategy: BaseStrategy, model: Model) -> None:

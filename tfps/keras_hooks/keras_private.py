@@ -49,6 +49,8 @@ with _fitting():
     from keras.src.backend.tensorflow import trainer as trainer_module  # combines the results of replicas' steps
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format  # these two write files (checkpoint.py)
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
+    from keras.src.models.functional import Functional as Functional  # what a model computes with (captured.py)
+    from keras.src.ops.node import Node as Node
     from keras.src.random import seed_generator
     from keras.src.saving import saving_lib as saving_lib
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
@@ -86,6 +88,8 @@ with _fitting():
     needs(keras.optimizers.Optimizer, "_distribution_strategy", "_trainable_variables", "use_ema")
     needs(keras.Model, "distribute_strategy")  # tells which models to handle
     needs(keras.Model, "_flatten_layers")  # whether all are built (layers.py), and which adapt (agreed_logs.py)
+    needs(Functional, "_nodes_by_depth")
+    needs(Node, "arguments", "operation")
     needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore and joining.py: the first epoch of `fit`
     needs(keras.Layer, "_losses")  # layers.py
     needs(keras.callbacks.CallbackList, "model")

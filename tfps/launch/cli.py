@@ -460,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 token_file = stack.enter_context(secret_file(secrets.token_urlsafe(32)))
             plan = replace(plan, token_file=token_file)
             if said := misplaced(plan):
-                print(f"tfps_launch: {said}", file=sys.stderr, flush=True)
+                console.say(said)
             with supervisor:
                 code, message = run(plan, supervisor, engine_of(plan, os.environ))
         except ConfigError as error:

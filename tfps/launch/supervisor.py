@@ -195,8 +195,7 @@ class Supervisor:
             if isinstance(error, BrokenPipeError):
                 self._console.muted = True
             if isinstance(error, Interrupted) and self.last:
-                sys.stderr.write(f"tfps_launch: {error}: the whole job is being stopped\n")
-                sys.stderr.flush()
+                self.say(f"{error}: the whole job is being stopped")
             self.end([process for process in self._processes if process not in self.last])
             self.end(self._processes)
 

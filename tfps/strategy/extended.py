@@ -34,6 +34,7 @@ from tfps.graph.tf_private import (
 )
 from tfps.input import datasets
 from tfps.input.staging import Staging
+from tfps.keras_hooks.captured import Captured
 from tfps.keras_hooks.layers import own_losses
 from tfps.keras_hooks.loops import Sharding
 from tfps.keras_hooks.random_numbers import stateful_apart
@@ -243,6 +244,11 @@ class Extended(mirrored_strategy.MirroredExtended):
         if self._in_eager_step and isinstance(variable, GatedVariable) and tf.executing_eagerly() and self.shards:
             self._initial_values.share_now(variable)  # this very step reads it
         return variable
+
+    def captured(self, constants: Sequence[Captured]) -> None:
+        """Gives constants of a model rank 0's values with the variables'."""
+        for each in constants:
+            self._initial_values.created(each)
 
     def take_from_first_rank(self, variables: Sequence[Variable]) -> None:
         """Copies rank 0's values of `variables` of this strategy to all ranks; every rank must call it."""

@@ -402,7 +402,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         The mean over replicas is then not that of one process. With `aggregation="mean"` a program asks for it.
         """
         asked = self._aggregation == tf.VariableAggregation.MEAN or self.batch_statistic
-        alone = isinstance(share.replicas, int) and share.replicas == 1
+        alone = self._distribute_strategy.extended.combiner.single
         if asked or alone or share.graph is None or not tf.is_symbolic_tensor(value):  # eagerly nobody can tell
             return
         kind = share.kinds.of(value)

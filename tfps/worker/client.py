@@ -359,13 +359,11 @@ class PserverClient:
 
     # Measuring and tuning
 
-    def cpu_s(self) -> list[float]:
-        """The CPU time of each pserver's process."""
-        request = pb.StatusRequest(incarnation=self.membership.incarnation)
-        return [float(pserver.call("Status", request, _CALL_TIMEOUT_S).cpu_s) for pserver in self.pservers]
-
     def loads(self) -> list[tuple[float, dict[int, float]]]:
-        """As `cpu_s`, with how much later (s) than the first rank each rank has pushed a slice, mean, by rank."""
+        """The CPU time (s) of each pserver's process, and how much later than the first rank each rank pushes.
+
+        The latter is the mean delay of a slice (s), by rank.
+        """
         replies = [pserver.call("Status", pb.StatusRequest(details=True), _CALL_TIMEOUT_S) for pserver in self.pservers]
         return [
             (

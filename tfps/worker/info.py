@@ -48,7 +48,7 @@ class WorkerInfo:
     def begin(self, *, anew: bool = False) -> None:
         """Training begins, maybe `anew`: CPU times count from now on."""
         if anew or not self._cpu_s:
-            self._cpu_s = self._client.cpu_s()
+            self._cpu_s = [cpu_s for cpu_s, _ in self._client.loads()]
 
     def owners(self, bucket: int) -> list[int]:
         return list(self._buckets[bucket].cutting.owners)
