@@ -94,8 +94,11 @@ class BatchNumbers:
         notes = notes and (self._together or not trains)
         found = row_sums(share.kinds, value, share.rows, _outputs.now) if notes and in_graph and not is_mean else None
         named = found is None and say_if_metric_is_no_mean(share, metric.name, value, is_function=is_function)
-        if not notes:
+        if not notes and not (named and is_function):
             return value, weight
+        if not notes:
+            is_nan = tf.math.is_nan(tf.cast(value, tf.float64))
+            return tf.where(is_nan, tf.zeros_like(value), value), tf.where(is_nan, tf.zeros_like(weight), weight)
         number, noting, rows = tf.cast(value, tf.float64), self._noting.read_value(), tf.cast(share.rows, tf.float64)
         held_back = noting & ~tf.math.is_finite(number)
         value, weight = (tf.where(held_back, tf.zeros_like(each), each) for each in (value, weight))
