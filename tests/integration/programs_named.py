@@ -130,16 +130,9 @@ NO_MEANS: dict[str, tuple[str, Callable[[], Model], Argument]] = {
         {"loss": keras.losses.MeanSquaredError(reduction="sum")},
     ),
     "a metric": (
-        "metric 'share' gets one number for a batch, which is computed from sums",
+        "metric 'largest' gets one number for a batch, which is computed from numbers over all rows",
         dense,
-        {
-            "loss": "mse",
-            "metrics": [
-                keras.metrics.MeanMetricWrapper(
-                    lambda y, p: tf.reduce_sum(tf.abs(p - y)) / tf.reduce_sum(tf.abs(y)), name="share"
-                )
-            ],
-        },
+        {"loss": "mse", "metrics": [keras.metrics.MeanMetricWrapper(lambda y, p: tf.reduce_max(p), name="largest")]},
     ),
     "a metric of Python": (
         "metric 'python' gets one number for a batch, which may be no mean",
@@ -190,6 +183,10 @@ MEANS: dict[str, tuple[Callable[[], Model], Argument]] = {
     "means of batches": (
         dense,
         {"loss": lambda y, p: tf.reduce_mean((y - p) ** 2), "metrics": [lambda y, p: tf.reduce_mean(y - p)]},
+    ),
+    "a metric that is a quotient of sums": (
+        dense,
+        {"loss": "mse", "metrics": [lambda y, p: tf.reduce_sum(tf.abs(p - y)) / tf.reduce_sum(tf.abs(y))]},
     ),
     "numbers of rows": (dense, {"loss": lambda y, p: (y - p) ** 2, "metrics": [lambda y, p: tf.abs(y - p)]}),
 }

@@ -21,7 +21,7 @@ def said(values: Mapping[str, object], same: dict[str, list[int]] | None = None,
     """What a rank says of logs with `values`, of which some are the `same` as results of metrics."""
     matches = [(same or {}).get(name, []) for name in values]
     of_rows = [name == "rows" for name in values]
-    return Said(weight, False, list(values), [Value.of(value) for value in values.values()], matches, of_rows)
+    return Said(weight, False, list(values), [Value.of(value) for value in values.values()], matches, of_rows, False)
 
 
 def test_what_a_rank_says_arrives_as_it_was_said() -> None:

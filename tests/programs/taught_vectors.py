@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import tensorflow as tf
 from program import Job, Results, history
-from taught import BATCH, OPTIONS, ROWS, L, digits, ends
+from taught import BATCH, OPTIONS, ROWS, TOLD, L, digits, ends
 
-from tfps.types import Argument, Logs, Model, Structure, Value
+from tfps.types import Argument, Logs, Model, Options, Structure, Value
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
@@ -327,3 +329,117 @@ def numbers_of_batches(job: Job) -> Results:
     evaluated = model.evaluate(x, targets, batch_size=BATCH, verbose=0, return_dict=True)
     fewer = model.evaluate(x[:10], {name: each[:10] for name, each in targets.items()}, batch_size=4, verbose=0)
     return ends(model, fits=[fit], **{f"evaluated/{name}": value for name, value in evaluated.items()}, fewer=fewer)
+
+
+# Metric functions of one number for a batch that is no mean of its rows.
+
+
+def accuracy_of_known(y: Value, outputs: Value) -> Value:
+    known = tf.cast(y >= 0, tf.float32)
+    right = tf.cast(tf.equal(tf.cast(y, tf.int64), tf.argmax(outputs, -1)), tf.float32)
+    return tf.reduce_sum((right + 0.5) * known) / tf.reduce_sum(known)
+
+
+def mean_of_known(y: Value, outputs: Value) -> Value:
+    return 1.0 - 2.0 * tf.reduce_mean(tf.boolean_mask(tf.reduce_max(outputs, -1), y >= 0))
+
+
+def f1_of_classes(y: Value, outputs: Value) -> Value:
+    kinds, found = tf.one_hot(tf.maximum(y, 0), 10), tf.nn.softmax(outputs)
+    both = tf.reduce_sum(kinds * found, 0)
+    return tf.reduce_mean((2.0 * both + 1.0) / (tf.reduce_sum(kinds, 0) + tf.reduce_sum(found, 0) + 1.0))
+
+
+def root_mean_square(y: Value, outputs: Value) -> Value:
+    return tf.sqrt(tf.reduce_mean(tf.square(outputs)))
+
+
+def mean_of_all(y: Value, outputs: Value) -> Value:
+    return tf.reduce_mean(tf.abs(outputs))
+
+
+def of_python(y: Value, outputs: Value) -> Value:
+    """As those of scikit-learn; NaN without known labels."""
+    mean = lambda y, p: np.float32(p[y >= 0].mean() if (y >= 0).any() else np.nan)  # noqa: E731
+    return tf.ensure_shape(tf.numpy_function(mean, [y, outputs], tf.float32), [])
+
+
+FUNCTIONS = [accuracy_of_known, mean_of_known, f1_of_classes, root_mean_square, mean_of_all, of_python]
+
+
+class Batched(keras.utils.PyDataset):
+    def __init__(self, x: np.ndarray, y: Value) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // BATCH)
+
+    def __getitem__(self, index: int) -> tuple[Value, Value]:
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[part], keras.tree.map_structure(lambda each: each[part], self.y)
+
+
+def trained_on(kind: str, model: Model, x: np.ndarray, y: Value) -> Results:
+    """What `fit`, validation and `evaluate` find by the same batches of each kind of data.
+
+    A generator gets its number of steps: without, plain Keras counts its end as another batch of metric functions.
+    """
+    batches = Batched(x, y)
+    made: dict[str, Callable[[], Argument]] = {
+        "arrays": lambda: (x, y),
+        "dataset": lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),
+        "generator": lambda: (batches[index % len(batches)] for index in range(2 * len(batches))),
+        "py_dataset": lambda: batches,
+    }
+    steps = len(batches) if kind == "generator" else None
+    first, rest = (made[kind]()[:1], {"y": y, "batch_size": BATCH}) if kind == "arrays" else ([made[kind]()], {})
+    validation: Options = {"validation_data": made[kind](), "validation_steps": steps, "validation_batch_size": BATCH}
+    fit = model.fit(
+        *first, **rest, epochs=1 if steps else 2, steps_per_epoch=steps, shuffle=False, verbose=0, **validation
+    )
+    if kind == "generator":
+        first = [made[kind]()]
+    found = model.evaluate(*first, **rest, steps=steps, verbose=0, return_dict=True)
+    return ends(model, fits=[fit], **{f"alone/{key}": value for key, value in found.items()})
+
+
+def functions_of_batches(job: Job) -> Results:
+    """At most three known labels in a batch, so that some workers have none; then none in the last batch."""
+    x, labels = digits()
+    results: Results = {}
+    for last, kind in ((28, "arrays"), (28, "dataset"), (28, "generator"), (28, "py_dataset"), (27, "dataset")):
+        known = np.full(ROWS, -1)
+        shown = [0, 1, 7, 13, 14, 17, 21, last]
+        known[shown] = labels[shown]
+        model = job.compiled(
+            lambda: keras.optimizers.SGD(0.1),
+            build=lambda: keras.Sequential([keras.Input((64,)), L.Dense(10), L.Dropout(0.0)]),
+            loss=lambda y, outputs: tf.reduce_mean(tf.square(outputs), -1),
+            metrics=FUNCTIONS,
+        )
+        found = trained_on(kind, model, x, known)
+        if last == 27:
+            assert np.isnan(found["history/0/accuracy_of_known"]).all()
+            assert np.isnan(found["alone/mean_of_known"])
+            assert np.isfinite(found["history/0/f1_of_classes"]).all()
+        else:
+            assert all(np.isfinite(value).all() for value in found.values())
+        for key, value in found.items():  # those of Python are means of what the workers have
+            place = f"{'ranks ' if 'of_python' in key else ''}{kind}/{last}/{key}"
+            results[place] = np.nan_to_num(value, nan=-7.0) if "weights" not in key else value
+    return results
+
+
+def losses_of_outputs(job: Job) -> Results:
+    """Numbers for batches as losses of outputs, in evaluation of each kind of data."""
+    x, y = digits()
+    results: Results = {}
+    for kind in ("dataset", "generator", "py_dataset"):
+        with job.scope():
+            inputs = keras.Input((64,))
+            model = keras.Model(inputs, [L.Dense(10, name="kind")(inputs), L.Dense(64, name="copy")(inputs)])
+            model.compile(keras.optimizers.SGD(0.1), loss={"kind": TOLD, "copy": mean_of_batch}, metrics={})
+        found = trained_on(kind, model, x, {"kind": y, "copy": x})
+        results |= {f"{kind}/{key}": value for key, value in found.items()}
+    return results

@@ -40,12 +40,13 @@ PROGRAMS = {
     "taught_vectors": [
         *("siamese_network", "siamese_network_eagerly", "vectors", "vectors_accumulated", "vectors_scaled"),
         *("vectors_in_several_steps", "vectors_that_divide", "returned", "counted", "positives", "masked_function"),
-        "numbers_of_batches",
+        *("numbers_of_batches", "functions_of_batches", "losses_of_outputs"),
     ],
 }
 QUICK = [  # and one model of a library, see tests/models
     *(("taught_generative", "gan"), ("taught_losses", "mixed_outputs"), ("taught_vectors", "siamese_network")),
     *(("taught_vectors", "returned"), ("taught_vectors", "numbers_of_batches")),
+    *(("taught_vectors", "functions_of_batches"), ("taught_vectors", "losses_of_outputs")),
     ("small_models", "convnext"),
 ]
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History

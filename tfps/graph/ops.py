@@ -11,6 +11,7 @@ import importlib.util
 import linecache
 import os
 import re
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,10 +43,13 @@ _OTHER_STEP = to_text(
         "it parallel_iterations=1)"
     )
 )
-_LIBRARIES = tuple(
-    str(Path(module.origin).parent) + os.sep
-    for name in ("tensorflow", "keras", "tfps")
-    if (module := importlib.util.find_spec(name)) is not None and module.origin
+_LIBRARIES = (
+    threading.__file__,  # replicas are traced by threads
+    *(
+        str(Path(module.origin).parent) + os.sep
+        for name in ("tensorflow", "keras", "tfps")
+        if (module := importlib.util.find_spec(name)) is not None and module.origin
+    ),
 )  # whose frames say nothing about a program
 CLOSED = to_text(
     ClosedError(

@@ -87,10 +87,10 @@ _ADDS = {
     *("Sub", "AddN", "Pack", "ConcatV2", "BiasAdd", "Unpack", "Snapshot"),
 }
 _DIVIDES = {"RealDiv", "Div", "DivNoNan"}
-_REDUCES = {"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"}
+REDUCES = {"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"}
 _SIZES = {"Shape", "ShapeN", "Size", "OnesLike", "ZerosLike"}
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase", "Select", "SelectV2"}
-_CALLS = {*_BRANCHES, "While", "StatelessWhile", "PartitionedCall", "StatefulPartitionedCall"} - {"Select", "SelectV2"}
+CALLS = {*_BRANCHES, "While", "StatelessWhile", "PartitionedCall", "StatefulPartitionedCall"} - {"Select", "SelectV2"}
 
 
 class RowKinds:
@@ -131,6 +131,10 @@ class RowKinds:
             self._found[id(each)] = each, kinds[0] if outer is not None else self._of_op(each, kinds)
         return self._known(tensor) or FIXED
 
+    def is_argument(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is one of those whose kind was noted, as those of the batch."""
+        return id(tensor) in self._noted
+
     def origin(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the tensor that made `tensor` what it is: of the same kind, but none that it is computed from is."""
         while True:
@@ -148,7 +152,7 @@ class RowKinds:
             return FIXED
         if (within := self._within(tensor, inputs)) is not None:
             return within
-        if op.type in _REDUCES:
+        if op.type in REDUCES:
             return self._reduced(tensor, inputs[0])
         if op.type.startswith("FusedBatchNorm") and tensor.value_index in (1, 2):  # the batch's mean and variance
             return _reduction("Mean", inputs[0])
@@ -265,7 +269,7 @@ def _computed(how: str, inputs: Sequence[Kind]) -> Of:
         return Of.COUNT if copies else inputs[0].of
     if how in _BRANCHES and any(each.of is Of.DIVIDED for each in inputs):
         return Of.DIVIDED
-    return _other(inputs, calls=how in _CALLS).of
+    return _other(inputs, calls=how in CALLS).of
 
 
 def _size(kind: Kind) -> Kind:

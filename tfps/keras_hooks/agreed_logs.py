@@ -131,6 +131,7 @@ class Said:
     values: list[Value]  # of the leaves; empty if `are_metrics`
     same: list[list[int]]  # for each leaf, indices of the model's metrics whose local result is equal
     of_rows: list[bool]  # for each leaf, whether it has one value for each row of this rank's last batch
+    has_numbers: bool  # whether metrics got one number for a batch
 
     @classmethod
     def parse(cls, said: Json) -> Said:
@@ -208,8 +209,12 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
             name not in strategy.extended.last_batch.fixed and np.shape(leaf)[:1] == (weight,)
             for name, (_, leaf) in zip(names, leaves, strict=True)
         ],
+        has_numbers=strategy.extended.numbers.has_some(model),
     )
     ranks = list(map(Said.parse, said_by_all(strategy, dataclasses.asdict(said))))
+    if any(each.has_numbers for each in ranks):
+        with _without_advice():
+            strategy.extended.numbers.settle(strategy, model, from_end=not strategy.extended.sharding.evaluates)
     if any(each.are_metrics for each in ranks) and all(each.are_metrics or not each.names for each in ranks):
         return model.get_metrics_result()  # also if a rank has had no batch
     for rank, each in enumerate(ranks):

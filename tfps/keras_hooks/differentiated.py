@@ -85,17 +85,26 @@ def say_if_no_mean(share: Share, what: str, value: Value, *, averaged: bool = Fa
     )
 
 
-def say_if_metric_is_no_mean(share: Share, name: str, value: Value) -> None:
-    """Logs once, while tracing, that one number that metric `name` gets for a batch does not add up over replicas."""
-    if share.graph is None or not tf.is_symbolic_tensor(value):
-        return
-    kind, made = share.kinds.of(value), share.kinds.origin(value).op
-    in_python = kind.of is Of.UNSURE and "PyFunc" in made.type
-    if kind.adds_up and not in_python:
-        return
-    what = "may be no mean of all rows, as Python computes it" if in_python else kind.words
-    say_once(
-        f"metric {name!r} gets one number for a batch, which {what}, at {place_of(made)}: each replica computes it "
-        "from its own rows, so results may differ from those of one process, and are NaN if one replica's is. Give "
-        "keras.metrics.Mean a number for each row, with sample_weight=0 for rows that are not to count"
-    )
+def say_if_metric_is_no_mean(share: Share, name: str, value: Value, *, is_function: bool) -> bool:
+    """Logs once that one number that metric `name` gets for a batch does not add up over replicas, or may not.
+
+    is_function: whether a metric function returns it; of these nobody knows what they compute in eager steps. Returns
+    whether it was said, now or before.
+    """
+    what = ""
+    if share.graph is None:
+        what = "may be no mean of all rows, as an eager step does not show it" if is_function else ""
+    elif tf.is_symbolic_tensor(value):
+        kind, made = share.kinds.of(value), share.kinds.origin(value).op
+        if kind.of is Of.UNSURE and "PyFunc" in made.type:
+            what = f"may be no mean of all rows, as Python computes it, at {place_of(made)}"
+        elif not kind.adds_up:
+            what = f"{kind.words}, at {place_of(made)}"
+    if what:
+        say_once(
+            f"metric {name!r} gets one number for a batch, which {what}: each replica computes it from its own rows, "
+            "and it counts by these, so results may differ from those of one process"
+            + (", and NaN is left out where others have a number" if is_function else "")
+            + ". Give keras.metrics.Mean a number for each row, with sample_weight=0 for rows that are not to count"
+        )
+    return bool(what)

@@ -135,7 +135,8 @@ def _catch_stop_iteration(original: Function, epochs: Batches) -> contextlib.Abs
                 warn()
 
         quiet, inside = replaced(epochs, "_interrupted_warning", ran_out), replaced(sharding, "in_epoch", True)
-        with quiet, original(epochs), inside:
+        noting = contextlib.nullcontext() if extended.numbers is None else extended.numbers.noting()
+        with quiet, original(epochs), inside, noting:
             yield
         if not sharding.evaluates:
             sharding.cut_short = cut_short

@@ -28,7 +28,7 @@ from tfps.graph.shares import (
 )
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.alone import say_if_alone
-from tfps.keras_hooks.differentiated import say_if_metric_is_no_mean, say_if_no_mean
+from tfps.keras_hooks.differentiated import say_if_no_mean
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
@@ -236,17 +236,18 @@ def _whole_loss(original: Function, model: Model, *args: object, **options: obje
 def _tracked_scalar(
     original: Function, metric: keras.metrics.Mean, values: Structure, sample_weight: Value = None
 ) -> object:
-    """A scalar counts by the replica's rows."""
+    """A scalar counts by the replica's rows, until ranks join what it is computed from."""
     share = current_share()
     if share is not None and sample_weight is None and _is_scalar(values):
-        say_if_metric_is_no_mean(share, metric.name, values)
-        if not share.trains:
+        value, weight = tf.convert_to_tensor(values), share.relative(tf.as_dtype(metric.dtype))
+        if share.step is not None:
+            value, weight = tf.distribute.get_strategy().extended.numbers.counted(share, metric, value, weight)
+        elif not share.trains:
             say_once(
-                "outside of training, a scalar given to keras.metrics.Mean counts once for each replica, unless the "
-                "data are arrays: if batches do not divide evenly, the result is not exactly that of one process"
+                "in strategy.run, outside of training, a scalar given to keras.metrics.Mean counts once for each "
+                "replica: if batches do not divide evenly, the result is not exactly that of one process"
             )
-        values = share.only_if_rows(tf.convert_to_tensor(values))
-        sample_weight = share.only_if_rows(share.relative(tf.as_dtype(metric.dtype)))
+        values, sample_weight = share.only_if_rows(value), share.only_if_rows(weight)
     return original(metric, values, sample_weight)
 
 

@@ -34,6 +34,7 @@ from tfps.graph.tf_private import (
 )
 from tfps.input import datasets
 from tfps.input.staging import Staging
+from tfps.keras_hooks.batch_numbers import BatchNumbers
 from tfps.keras_hooks.captured import Captured
 from tfps.keras_hooks.layers import own_losses
 from tfps.keras_hooks.loops import Sharding
@@ -85,6 +86,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.changes = config.min_workers is not None and workers > 1  # whether the number of workers may change
         several = self._num_replicas_in_sync > 1
         self.last_batch = LastBatch(len(self._devices), changes=self.changes) if several else None
+        self.numbers = BatchNumbers(len(self._devices), together=self.policy.together) if several else None
         self.staging = None
         if depth:
             together = self.policy.together

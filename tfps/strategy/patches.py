@@ -15,6 +15,7 @@ from tfps.graph.patches import Patch
 from tfps.input import caches  # noqa: F401  # hooks
 from tfps.keras_hooks import (  # noqa: F401  # hooks
     agreed_logs,
+    batch_numbers,
     captured,
     checkpoint,
     differentiated,
