@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 
 from tfps.exchange.interface import OnReply
-from tfps.runtime.foreseen import Ahead, Ids
+from tfps.exchange.requests import Ids
+from tfps.runtime.foreseen import Ahead
 
 
 class Asked:

@@ -12,6 +12,7 @@ from jobs import CONFIG, Cluster, Pending, declare, poll
 
 from tfps.errors import ConfigError, MismatchError, ProtocolError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, Exchange, Reply
+from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import server
 from tfps.pserver.table_slice import TableSlice
@@ -49,7 +50,7 @@ def ids_of(*ids: int) -> Array:
 
 def asked(exchange: Exchange, ids: Array, step: int, *, trains: bool = False, complete: bool = False) -> Pending:
     pending = Pending()
-    exchange.tables.ask(0, ids, step, pending, trains=trains, complete=complete)
+    exchange.tables.lookup(Lookup(0, step, ids, trains, complete), pending)
     return pending
 
 
@@ -59,7 +60,7 @@ def rows_of(reply: Reply) -> Array:
 
 def added(exchange: Exchange, ids: Array, gradients: Array, step: int, scalars: StepScalars = SCALARS) -> Pending:
     pending = Pending()
-    exchange.tables.add(0, ids, gradients, step, scalars.pack(), pending)
+    exchange.tables.apply(RowUpdate(0, step, ids, gradients, scalars.pack()), pending)
     return pending
 
 
@@ -264,10 +265,10 @@ def test_a_table_with_another_rule_keeps_its_rows(cluster: Cluster) -> None:
     reference.change(described(SGD))
     ones = np.ones((len(EVERY), 3), np.float32)
     for worker in members:
-        worker.tables.add(1, EVERY, ones, 4, SCALARS.pack(), Pending())
+        worker.tables.apply(RowUpdate(1, 4, EVERY, ones, SCALARS.pack()), Pending())
     reference.update([(EVERY, ones), (EVERY, ones)], SCALARS, 4)
     pending = Pending()
-    members[0].tables.ask(1, EVERY, 5, pending, trains=False)
+    members[0].tables.lookup(Lookup(1, 5, EVERY), pending)
     np.testing.assert_array_equal(rows_of(pending.wait()), reference.pull(EVERY))
 
 
@@ -278,17 +279,18 @@ def test_saved_rows_come_back_on_any_number_of_pservers(pservers: int, cluster: 
     for step, parts in enumerate(steps[:5]):
         for worker, (ids, gradients) in zip(members, parts, strict=True):
             added(worker, ids, gradients, step)
-    full = members[0].tables.save_rows(0, 5, str(tmp_path / "full"), "user", None)
+    full = members[0].tables.save(Save(0, 5, str(tmp_path / "full"), "user"))
     for step, parts in enumerate(steps[5:], 5):
         for worker, (ids, gradients) in zip(members, parts, strict=True):
             added(worker, ids, gradients, step)
-    more = members[0].tables.save_rows(0, 8, str(tmp_path / "more"), "user", full.step)
+    more = members[0].tables.save(Save(0, 8, str(tmp_path / "more"), "user", full.step))
     assert full.full
     assert not more.full
     reference = expected(steps, described())
     (worker,) = jobs.job(cluster, 1, bucket(), pservers=pservers)
     added(worker, ids_of(99), np.ones((1, 3), np.float32), 0).wait()
-    restored = worker.tables.restore_rows(0, 1, [str(tmp_path / "full"), str(tmp_path / "more")], "user", "an id")
+    folders = [str(tmp_path / "full"), str(tmp_path / "more")]
+    restored = worker.tables.load(Load(0, 1, folders, "user", "an id"))
     assert restored.rows == reference.stats().rows
     np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 1).wait()), reference.pull(EVERY))
     ones = np.ones((len(EVERY), 3), np.float32)
@@ -302,17 +304,17 @@ def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path
     ones = np.ones((1, 3), np.float32)
     for worker in (first, second):
         added(worker, ids_of(4), ones, 0)
-    first.tables.save_rows(0, 1, str(tmp_path), "user", None)
+    first.tables.save(Save(0, 1, str(tmp_path), "user"))
     saved = rows_of(asked(first, ids_of(4), 1).wait())
-    arguments = 0, 1, [str(tmp_path)], "user", "an id"
+    load, put = Load(0, 1, [str(tmp_path)], "user", "an id"), Assign(0, 1, ids_of(4), ones, "put")
     with pytest.raises(WaitTimeoutError, match="rank 1"):
-        first.tables.put_rows(0, 1, ids_of(4), ones, "put")
+        first.tables.assign(put)
     np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), saved)
     for _ in range(2):  # what has been restored may be restored again
         both = first.tables, second.tables
-        jobs.together(*(lambda each=each: each.put_rows(0, 1, ids_of(4), ones, "put") for each in both))
+        jobs.together(*(lambda each=each: each.assign(put) for each in both))
         np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), ones)
-        jobs.together(*(lambda each=each: each.restore_rows(*arguments) for each in both))
+        jobs.together(*(lambda each=each: each.load(load) for each in both))
         np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), 1).wait()), saved)
 
 
@@ -323,13 +325,13 @@ def test_who_replaces_rows_waits_for_the_others_as_long_as_the_job_says(
     first, second = cluster.workers([pserver.address], 2)
     declare([first, second], bucket())
     monkeypatch.setattr(server, "_MAX_WAIT_S", 0.0)  # of other calls
-    arguments = 0, 0, ids_of(4), np.ones((1, 3), np.float32), "put"
-    waiting = threading.Thread(target=first.tables.put_rows, args=arguments)
+    put = Assign(0, 0, ids_of(4), np.ones((1, 3), np.float32), "put")
+    waiting = threading.Thread(target=first.tables.assign, args=[put])
     waiting.start()
     tables = [each for _, each in pserver._job._shard.slices() if isinstance(each, TableSlice)]
     poll(lambda: not waiting.is_alive() or any(each._meetings for each in tables))
     assert waiting.is_alive()
-    second.tables.put_rows(*arguments)
+    second.tables.assign(put)
     waiting.join()
     np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 0).wait()), np.ones((1, 3)))
 
@@ -339,8 +341,8 @@ def test_one_rank_restores_alone_what_others_wait_for(cluster: Cluster, tmp_path
     ones = np.ones((1, 3), np.float32)
     for worker in (first, second):
         added(worker, ids_of(4), ones, 0)
-    first.tables.save_rows(0, 1, str(tmp_path), "user", None)
-    restored = first.tables.restore_rows(0, 1, [str(tmp_path)], "user", "an id", alone=True)
+    first.tables.save(Save(0, 1, str(tmp_path), "user"))
+    restored = first.tables.load(Load(0, 1, [str(tmp_path)], "user", "an id", alone=True))
     assert restored.rows == 1
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from tfps.errors import ConfigError, MismatchError, ProtocolError
 from tfps.exchange.codecs import Codec, Floats
+from tfps.exchange.requests import Ids
 from tfps.exchange.update_spec import StepScalars, difference
 from tfps.membership.view import RankSets, View
 from tfps.pserver.async_slice import StalenessBound
@@ -33,7 +34,7 @@ from tfps.tables.table import Table, TableStats
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import ASK, EMPTY, LAST, WHOLE, Header
-from tfps.wire.rows import Ids, decode_ids, decode_push, decode_rows, encode_some
+from tfps.wire.rows import decode_ids, decode_push, decode_rows, encode_some
 
 _NOTHING = memoryview(b"")
 _MOST_AHEAD = 100  # steps that a rank may be ahead of those that have been applied: they are kept

@@ -27,7 +27,7 @@ from tfps.membership.view import View
 from tfps.recovery.journal import Journal, Push, Replay
 from tfps.recovery.latest import Latest
 from tfps.recovery.phase import NEXT, Phase
-from tfps.recovery.rows import Ask, RowsLatest, RowsReplay
+from tfps.recovery.rows import Asked, RowsLatest, RowsReplay
 from tfps.worker.worker import Worker
 
 _T = TypeVar("_T")
@@ -65,7 +65,7 @@ class ElasticBucket:
     last: Reply = field(default_factory=Reply)
     gone: bool = False  # whether nobody has what pservers kept
     # Of a table:
-    asks: list[Ask] = field(default_factory=list)  # that have not been answered
+    asks: list[Asked] = field(default_factory=list)  # that have not been answered
     behind: bool = False  # whether they wait until pushes have been given again
     asked: int = -1  # the newest step that has asked for rows to train them,
     begun: int = -1  # and when pservers changed last

@@ -64,7 +64,7 @@ class Snapshots:
         core, bucket = self._core, self._core.buckets[number]
         name = core.worker.pushes.specs()[number].name
         try:
-            save = files.write(worker, push.step + push.ahead)
+            save = files.write(worker, push.update.step + push.ahead)
             with bucket.lock:
                 if bucket.worker is worker and files.saving is worker:
                     kept.wrote(save)

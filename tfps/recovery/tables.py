@@ -6,37 +6,33 @@ Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import Foreseen, OnReply, Reply, SavedRows, declared
+from tfps.exchange.interface import OnReply, Prefetched, Reply, declared
+from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows, later
 from tfps.recovery.core import Core
 from tfps.recovery.journal import Push
 from tfps.recovery.pushing import Pushing
-from tfps.recovery.rows import Ask, RowsPush
+from tfps.recovery.rows import Asked, RowsPush
 from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
 
-Ids = NDArray[np.int64]
 _NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class _Foreseen:
-    """Rows that were asked for ahead, of a worker that may have been replaced meanwhile."""
+class _Prefetched:
+    """Rows that were asked for ahead of their step, of a worker that may have been replaced meanwhile."""
 
-    found: Foreseen
+    tables: ElasticTables
+    found: Prefetched
     worker: Worker
-    ids: Ids
-    step: int
-    wait_for: Callable[[_Foreseen, OnReply], None]
+    request: Lookup
 
     def wait(self, on_reply: OnReply) -> None:
-        self.wait_for(self, on_reply)
+        self.tables.wait_for(self, on_reply)
 
 
 class ElasticTables:
@@ -45,81 +41,70 @@ class ElasticTables:
     def __init__(self, core: Core, pushing: Pushing, snapshots: Snapshots) -> None:
         self._core, self._pushing, self._snapshots = core, pushing, snapshots
 
-    def ask(
-        self,
-        table: int,
-        ids: Ids,
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-    ) -> None:
-        bucket, ask = declared(self._core.buckets, table), Ask(ids, step, on_reply, trains, complete, attempt)
+    def lookup(self, request: Lookup, on_reply: OnReply) -> None:
+        bucket, asked = declared(self._core.buckets, request.table), Asked(request, on_reply)
         with bucket.lock:
             # Under the lock: either this sees the end, or the end sees this.
             if (end := self._core.failures.end) is None:
-                self._core.check_there(table)
-                bucket.asks.append(ask)
+                self._core.check_there(request.table)
+                bucket.asks.append(asked)
                 if bucket.worker is not None and not bucket.behind:
-                    self._give_ask(table, bucket.worker, ask)
+                    self._give(bucket.worker, asked)
         if end is not None:
             on_reply(Reply(error=end))
 
-    def _give_ask(self, number: int, worker: Worker, ask: Ask) -> None:
-        """Gives `ask` to `worker`. Caller holds the bucket's lock."""
-        bucket, ask.worker = self._core.buckets[number], worker
-        bucket.asked = max(bucket.asked, ask.step if ask.trains else -1)
+    def _give(self, worker: Worker, asked: Asked) -> None:
+        """Gives a lookup to `worker`. Caller holds the bucket's lock."""
+        request = asked.request
+        bucket, asked.worker = self._core.buckets[request.table], worker
+        bucket.asked = max(bucket.asked, request.step if request.trains else -1)
         # Of a step that had begun with other pservers these do not know all that was asked for.
-        complete = ask.complete and ask.step > bucket.begun
-        take = functools.partial(self._take_rows, number, worker, ask)
-        step = ask.step + bucket.ahead
-        worker.tables.ask(number, ask.ids, step, take, trains=ask.trains, complete=complete, attempt=ask.attempt)
+        own = replace(request, complete=request.complete and request.step > bucket.begun)
+        worker.tables.lookup(later(own, bucket.ahead), functools.partial(self._take_rows, worker, asked))
 
     def give_asks(self, number: int, worker: Worker) -> None:
-        for ask in list(self._core.buckets[number].asks):
-            if ask.worker is not worker:
-                self._give_ask(number, worker, ask)
+        for asked in list(self._core.buckets[number].asks):
+            if asked.worker is not worker:
+                self._give(worker, asked)
 
-    def _take_rows(self, number: int, worker: Worker, ask: Ask, reply: Reply) -> None:
+    def _take_rows(self, worker: Worker, asked: Asked, reply: Reply) -> None:
         """Takes an answer, unless another worker will be asked."""
-        bucket = self._core.buckets[number]
+        bucket = self._core.buckets[asked.request.table]
         with bucket.lock:
             if bucket.worker is not worker or (reply.error is not None and self._core.goes_on(reply.error)):
                 return
-            if ask not in bucket.asks:
+            if asked not in bucket.asks:
                 return
-            bucket.asks.remove(ask)
-        ask.on_reply(reply)
+            bucket.asks.remove(asked)
+        asked.on_reply(reply)
 
-    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
-        bucket = declared(self._core.buckets, table)
+    def prefetch(self, request: Lookup) -> Prefetched | None:
+        bucket = declared(self._core.buckets, request.table)
         with bucket.lock:
             worker = bucket.worker
             if worker is None or bucket.behind:
                 return None
-            if (found := worker.tables.foresee(table, ids, step + bucket.ahead)) is None:
-                return None
-        return _Foreseen(found, worker, ids, step, functools.partial(self._wait_for, table))
+            found = worker.tables.prefetch(later(request, bucket.ahead))
+        return None if found is None else _Prefetched(self, found, worker, request)
 
-    def _wait_for(self, table: int, foreseen: _Foreseen, on_reply: OnReply) -> None:
-        bucket = declared(self._core.buckets, table)
+    def wait_for(self, rows: _Prefetched, on_reply: OnReply) -> None:
+        """See `Prefetched`."""
+        request, worker = rows.request, rows.worker
+        bucket = self._core.buckets[request.table]
         with bucket.lock:
-            if bucket.worker is foreseen.worker and self._core.failures.end is None:
-                ask = Ask(foreseen.ids, foreseen.step, on_reply, trains=True, worker=foreseen.worker)
-                bucket.asks.append(ask)
-                bucket.asked = max(bucket.asked, ask.step)
-                foreseen.found.wait(functools.partial(self._take_rows, table, foreseen.worker, ask))
+            if bucket.worker is worker and self._core.failures.end is None:
+                asked = Asked(request, on_reply, worker)
+                bucket.asks.append(asked)
+                bucket.asked = max(bucket.asked, request.step)
+                rows.found.wait(functools.partial(self._take_rows, worker, asked))
                 return
-        self.ask(table, foreseen.ids, foreseen.step, on_reply, trains=True)
+        self.lookup(request, on_reply)
 
-    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
-        push = RowsPush(None, on_reply, step_scalars=step_scalars, ids=ids, gradients=gradients, step=step)
-        bucket = declared(self._core.buckets, table)
+    def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
+        bucket = declared(self._core.buckets, request.table)
         with bucket.lock:
-            bucket.added = step + 1
-            self._pushing.put(table, push)
+            bucket.added = request.step + 1
+            self._pushing.put(request.table, RowsPush(None, on_reply, update=request))
 
     def drop_given(self) -> list[tuple[Push, Reply]]:
         """Drops gradients that pservers may have had, in other modes than "sync", and counts steps as they do now.
@@ -135,38 +120,28 @@ class ElasticTables:
                 waiting = [push for push in bucket.pushes if push not in given]
                 bucket.pushes.clear()
                 bucket.pushes.extend(waiting)
-                first = waiting[0].step if waiting and isinstance(waiting[0], RowsPush) else bucket.added
+                first = waiting[0].update.step if waiting and isinstance(waiting[0], RowsPush) else bucket.added
                 bucket.ahead = bucket.replies - first
             answered += [(push, Reply(sum=_NOTHING, step=bucket.replies)) for push in given]
         return answered
 
-    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
-        bucket = declared(self._core.buckets, table)
+    def save(self, request: Save) -> SavedRows:
+        bucket = declared(self._core.buckets, request.table)
 
         def save(worker: Worker) -> SavedRows:
-            self._core.check_there(table)
-            return worker.tables.save_rows(table, step + bucket.ahead, folder, name, since)
+            self._core.check_there(request.table)
+            return worker.tables.save(later(request, bucket.ahead))
 
         return self._core.call(save)
 
-    def restore_rows(
-        self,
-        table: int,
-        step: int,
-        folders: Sequence[str],
-        name: str,
-        identity: str,
-        *,
-        alone: bool = False,
-        seed: str = "",
-    ) -> SavedRows:
-        def restore(worker: Worker, step: int) -> SavedRows:
-            return worker.tables.restore_rows(table, step, folders, name, identity, alone=alone, seed=seed)
+    def load(self, request: Load) -> SavedRows:
+        def load(worker: Worker, step: int) -> SavedRows:
+            return worker.tables.load(replace(request, step=step))
 
-        return self._snapshots.replace(table, step, restore)
+        return self._snapshots.replace(request.table, request.step, load)
 
-    def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
-        def put(worker: Worker, step: int) -> None:
-            worker.tables.put_rows(table, step, ids, rows, identity)
+    def assign(self, request: Assign) -> None:
+        def assign(worker: Worker, step: int) -> None:
+            worker.tables.assign(replace(request, step=step))
 
-        self._snapshots.replace(table, step, put)
+        self._snapshots.replace(request.table, request.step, assign)

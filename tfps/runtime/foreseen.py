@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tfps.exchange.interface import Foreseen
+from tfps.exchange.interface import Prefetched
+from tfps.exchange.requests import Ids
 
-Ids = NDArray[np.int64]
 _MOST_BATCHES = 8  # that are staged; older ones are of other loops
 
 
@@ -28,11 +27,11 @@ class Ahead:
     `foresee` asks for rows of a step; None: it does not.
     """
 
-    def __init__(self, foresee: Callable[[Ids, int], Foreseen | None]) -> None:
+    def __init__(self, foresee: Callable[[Ids, int], Prefetched | None]) -> None:
         self._foresee = foresee
         self._lock = threading.Lock()  # guards all below
         self._batches: deque[Sequence[Ids]] = deque(maxlen=_MOST_BATCHES)  # by lookup
-        self._asked: list[tuple[Ids, Foreseen]] = []
+        self._asked: list[tuple[Ids, Prefetched]] = []
         self._step: int | None = None  # for which that was
         self._waits: int | None = None  # a step whose batch has not been staged yet
 
@@ -45,7 +44,7 @@ class Ahead:
             else:
                 self._ask(batch, step)
 
-    def take(self, ids: Ids, step: int) -> Foreseen | None:
+    def take(self, ids: Ids, step: int) -> Prefetched | None:
         """What was asked for ahead for a lookup of `step`, once; None if it was not."""
         with self._lock:
             for place, (own, request) in enumerate(self._asked if step == self._step else ()):

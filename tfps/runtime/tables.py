@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from tfps.errors import ConfigError, TfpsError, WaitTimeoutError, to_text
 from tfps.exchange.codecs import Codec, Floats
-from tfps.exchange.interface import BucketSpec, Foreseen, OnReply, Reply, SavedRows
+from tfps.exchange.interface import BucketSpec, OnReply, Prefetched, Reply, Tables
+from tfps.exchange.requests import Assign, Ids, Load, Lookup, RowUpdate, Save, SavedRows
 from tfps.exchange.update_spec import StepScalars
 from tfps.graph import ops as graph_ops
 from tfps.graph.foresight import computed_ahead, given_inputs, tensors_of
@@ -39,7 +39,6 @@ from tfps.tables.spec import TableSpec
 from tfps.types import Function, Structure
 
 logger = logging.getLogger("tfps")
-Ids = NDArray[np.int64]
 _NO_BYTES = np.empty(0, np.uint8)
 _PRIORITY = 0  # a forward pass begins with its rows
 _RUN = "_tfps_run_of_tables"  # of a graph: a number that differs at each run
@@ -87,7 +86,7 @@ class HostTable:
         self._traced: weakref.WeakKeyDictionary[tf.Graph, dict[int, _Trace]] = weakref.WeakKeyDictionary()
         self._by_number: dict[int, _Trace] = {}
         self.bucket_spec = BucketSpec((name,), "gather", 0, "uint8", _PRIORITY)  # until it is declared
-        self.ahead = Ahead(self._foresee)
+        self.ahead = Ahead(self._prefetch)
         self.pulls, self.pushes = _Lookups(self), _Gradients(self)
         for transfer in (self.pulls, self.pushes):
             runtime.adopt(transfer, None)
@@ -246,10 +245,14 @@ class HostTable:
             made.append((replica, ahead, [each.dtype for each in inputs]))
         return made
 
-    def _foresee(self, ids: Ids, step: int) -> Foreseen | None:
-        return self.runtime.exchange.tables.foresee(self.bucket, ids, step)
+    def _prefetch(self, ids: Ids, step: int) -> Prefetched | None:
+        return self._tables.prefetch(Lookup(self.bucket, step, ids, trains=True))
 
     # Requests
+
+    @property
+    def _tables(self) -> Tables:
+        return self.runtime.exchange.tables
 
     def initial_values(self, ids: Ids) -> Floats:
         return self._initial.values(self.seed, ids, self.dim)
@@ -259,10 +262,9 @@ class HostTable:
         if self.bucket == UNDECLARED:
             return self.initial_values(ids)
         self._settle()
-        spans, tables = self.runtime.spans, self.runtime.exchange.tables
+        spans = self.runtime.spans
         begin_ns = spans.now()
-        ask = functools.partial(tables.ask, self.bucket, np.array(ids), step, trains=False)
-        reply = self._now(lambda take: ask(on_reply=take))
+        reply = self._now(functools.partial(self._tables.lookup, Lookup(self.bucket, step, np.array(ids))))
         spans.looked_up(begin_ns, self.bucket, self.bucket_spec, step, len(ids), trains=False)
         return np.asarray(reply.sum).view(np.float32).reshape(-1, self.dim)
 
@@ -287,19 +289,17 @@ class HostTable:
         return self.ask_now(unique, self.step)[places.reshape(-1)]
 
     def save(self, folder: str, name: str, since: int | None = None) -> SavedRows:
-        """Writes files; see `Tables.save_rows`. It must have been declared."""
+        """Writes files; see `Save`. It must have been declared."""
         self.check_restored()
         self._settle()
-        return self.runtime.exchange.tables.save_rows(self.bucket, self.step, folder, name, since)
+        return self._tables.save(Save(self.bucket, self.step, folder, name, since))
 
     def restore(
         self, folders: Sequence[str], name: str, identity: str, *, alone: bool = False, seed: str = ""
     ) -> SavedRows:
-        """Replaces all rows; see `Tables.restore_rows`. It must have been declared."""
+        """Replaces all rows; see `Load`. It must have been declared."""
         self._settle()
-        found = self.runtime.exchange.tables.restore_rows(
-            self.bucket, self.step, folders, name, identity, alone=alone, seed=seed
-        )
+        found = self._tables.load(Load(self.bucket, self.step, folders, name, identity, alone, seed))
         self.awaits, self.changes = "", self.changes + 1
         self.ahead.clear()
         return found
@@ -310,7 +310,7 @@ class HostTable:
         self.changes += 1
         self.ahead.clear()
         identity = f"{self.changes}/{zlib.crc32(rows.data, zlib.crc32(ids.data))}"
-        self.runtime.exchange.tables.put_rows(self.bucket, self.step, ids, rows, identity)
+        self._tables.assign(Assign(self.bucket, self.step, ids, rows, identity))
 
     def _settle(self) -> None:
         """Waits until what graphs have sent has been answered: it comes first."""
@@ -341,14 +341,13 @@ class HostTable:
         del self.pushes.came[step]
         ids, gradients = summed([came.parts[each] for each in sorted(came.parts)], self.dim)
         self.runtime.spans.added(self.bucket, self.bucket_spec, step, len(ids), in_graph=not now)
-        tables = self.runtime.exchange.tables
-        add = functools.partial(tables.add, self.bucket, ids, gradients, step, scalars)
+        apply = functools.partial(self._tables.apply, RowUpdate(self.bucket, step, ids, gradients, scalars))
         if now:
             with indivisible(self.runtime.exchange, self.name):
                 self._settle()
-                self._now(add)
+                self._now(apply)
         else:
-            self.runtime.request(self.bucket_spec, add, self.pushes.done)
+            self.runtime.request(self.bucket_spec, apply, self.pushes.done)
 
     def align(self) -> None:
         """Counts steps as the exchange does, with nothing under way: when this worker takes part in a job under way."""
@@ -386,22 +385,24 @@ class _Lookups(Pull):
             looked_up = functools.partial(
                 spans.looked_up, spans.now(), table.bucket, self.spec, step, len(ids), trains=trains
             )
-            self._ask(ids, step, trains, complete, functools.partial(self._finish, results, graph_run, looked_up))
+            request = Lookup(table.bucket, step, ids, trains, complete, self._attempt)
+            self._ask(request, functools.partial(self._finish, results, graph_run, looked_up))
         except TfpsError as error:
             answer(results, [to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])
             raise
 
-    def _ask(self, ids: Ids, step: int, trains: bool, complete: bool, finish: OnReply) -> None:
-        runtime, bucket, ahead = self._table.runtime, self._table.bucket, self._table.ahead
-        ask = functools.partial(runtime.exchange.tables.ask, bucket, step=step, trains=trains, attempt=self._attempt)
-        foreseen = ahead.take(ids, step) if trains else None
-        if foreseen is None:
-            self._unforeseen = ids if trains else self._unforeseen
-            runtime.request(self.spec, lambda take: ask(ids, on_reply=take, complete=complete), finish)
+    def _ask(self, request: Lookup, finish: OnReply) -> None:
+        runtime, tables, ahead = self._table.runtime, self._table._tables, self._table.ahead
+        ids, step, complete = request.ids, request.step, request.complete
+        prefetched = ahead.take(ids, step) if request.trains else None
+        if prefetched is None:
+            self._unforeseen = ids if request.trains else self._unforeseen
+            runtime.request(self.spec, functools.partial(tables.lookup, request), finish)
         else:
-            runtime.request(self.spec, foreseen.wait, finish)
+            runtime.request(self.spec, prefetched.wait, finish)
             if complete:
-                runtime.request(self.spec, lambda take: ask(ids[:0], on_reply=take, complete=True), lambda reply: None)
+                told = dataclasses.replace(request, ids=ids[:0])
+                runtime.request(self.spec, functools.partial(tables.lookup, told), lambda reply: None)
         if complete:
             unforeseen, self._unforeseen = self._unforeseen, None
             ahead.began(step, unforeseen)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from tfps.errors import ConfigError, ProtocolError
 from tfps.exchange import rules
+from tfps.exchange.requests import Ids
 from tfps.exchange.rules import CHUNK, Floats
 from tfps.exchange.update_spec import StepScalars
 from tfps.tables import hashing
 from tfps.tables.gone import Gone
-from tfps.tables.hashing import Ids
 from tfps.tables.index import MOST_POSITIONS, PIECE, Index, Positions
 from tfps.tables.initial import Initial
 from tfps.tables.merging import One, Part, Several, first_repeated, merged

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.exchange.codecs import Codec, Floats
+from tfps.exchange.requests import Ids
 from tfps.types import Buffer, DType
 
-Ids = NDArray[np.int64]
 _IDS = struct.Struct("<IIq")  # how many, bytes of a difference, the first id
 _PUSH = struct.Struct("<II")  # bytes of the step's scalars, bytes of the ids
 _DIFFERENCES: dict[int, DType] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}

@@ -18,15 +18,15 @@ from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
     FailureState,
-    Foreseen,
     Link,
     OnReply,
     Payload,
+    Prefetched,
     Reply,
-    SavedRows,
     as_bytes,
 )
 from tfps.exchange.parameter_shard import Delta, ParameterShard
+from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import View
 from tfps.tables.files import restored, write_shard
@@ -34,7 +34,6 @@ from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.trace.recorder import Recorder
 from tfps.types import Array, Buffer
-from tfps.wire.rows import Ids
 from tfps.wire.shared_memory import aligned_empty
 from tfps.worker.captures import ProcessCaptures
 
@@ -122,61 +121,42 @@ class EmbeddedTables:
                 self._tables[bucket].change(TableSpec.parse(spec.table))
                 self._ahead[bucket] = self._ahead[spec.replaces]
 
-    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
+    def prefetch(self, request: Lookup) -> Prefetched | None:
         return None
 
-    def ask(
-        self,
-        table: int,
-        ids: Ids,
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-    ) -> None:
+    def lookup(self, request: Lookup, on_reply: OnReply) -> None:
         if (end := self._failures.end) is not None:
             on_reply(Reply(error=end))
             return
         with self._updating:
-            rows = self.table(table).pull(ids)
-        on_reply(Reply(sum=rows.reshape(-1).view(np.uint8), ranks=(self._rank,), step=step))
+            rows = self.table(request.table).pull(request.ids)
+        on_reply(Reply(sum=rows.reshape(-1).view(np.uint8), ranks=(self._rank,), step=request.step))
 
-    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
+    def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
         if (end := self._failures.end) is not None:
             on_reply(Reply(error=end))
             return
         with self._updating:
-            kept = self.table(table)
-            scalars = StepScalars.unpack(step_scalars, kept.spec.update)
-            kept.update([(ids, gradients)], scalars, step + self._ahead[table])
-        on_reply(Reply(sum=np.empty(0, np.uint8), ranks=(self._rank,), step=step))
+            kept = self.table(request.table)
+            scalars = StepScalars.unpack(request.scalars, kept.spec.update)
+            kept.update([(request.ids, request.gradients)], scalars, request.step + self._ahead[request.table])
+        on_reply(Reply(sum=np.empty(0, np.uint8), ranks=(self._rank,), step=request.step))
 
-    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
-        found = write_shard(self.table(table), folder, name, since=since, lock=self._updating)
+    def save(self, request: Save) -> SavedRows:
+        folder, name = request.folder, request.name
+        found = write_shard(self.table(request.table), folder, name, since=request.since, lock=self._updating)
         return SavedRows(found["step"], found["rows"], found["nbytes"], found["since"] is None)
 
-    def restore_rows(
-        self,
-        table: int,
-        step: int,
-        folders: Sequence[str],
-        name: str,
-        identity: str,
-        *,
-        alone: bool = False,
-        seed: str = "",
-    ) -> SavedRows:
-        kept = self.table(table)
+    def load(self, request: Load) -> SavedRows:
+        kept = self.table(request.table)
         with self._updating:
-            found = restored(kept, folders, name, seed)
-            self._ahead[table] = max(kept.step + 1 - step, 0)
+            found = restored(kept, request.folders, request.name, request.seed)
+            self._ahead[request.table] = max(kept.step + 1 - request.step, 0)
         return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
 
-    def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
+    def assign(self, request: Assign) -> None:
         with self._updating:
-            self.table(table).put(ids, rows)
+            self.table(request.table).put(request.ids, request.rows)
 
     def table(self, number: int) -> Table:
         if number not in self._tables:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from tfps.config import Config
 from tfps.errors import ProtocolError, PserverLostError
 from tfps.exchange import interface
-from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import BucketSpec, FailureState, Foreseen, OnReply, Payload, Reply, as_bytes
+from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Payload, Reply, as_bytes
 from tfps.exchange.layout import Cutting, Placer
 from tfps.membership.view import View
 from tfps.wire.frames import Header, Kind, encode
-from tfps.wire.rows import Ids
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Failed, Push, PushedBucket
-from tfps.worker.table_bucket import NO_ROWS, ForeseenRows, Frames, TableBucket
+from tfps.worker.table_bucket import TableBucket
 
 
 class Pushes:
@@ -133,49 +131,13 @@ class Pushes:
 
     # Tables
 
-    def ask(
-        self,
-        table: int,
-        ids: Ids,
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-    ) -> None:
-        target = self.table(table)
-        empty = not len(ids) and not complete
-        with target.lock:  # as in `put`
-            if (end := self._failures.end) is None and not empty:
-                push = Push(None, on_reply)
-                self._send(target.ask(table, ids, step, push, trains=trains, complete=complete, attempt=attempt))
-        if end is not None or empty:
-            on_reply(Reply(error=end) if end is not None else Reply(sum=NO_ROWS))
-
-    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
-        target = self.table(table)
-        foreseen = ForeseenRows(target, step, lambda: self._failures.end)
-        with target.lock:
-            if self._failures.end is None:
-                self._send(target.foresee(table, ids, foreseen))
-        return foreseen
-
-    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
-        target = self.table(table)
-        with target.lock:
-            if (end := self._failures.end) is None:
-                self.step = max(self.step, step)
-                self._send(target.add(table, ids, gradients, step, step_scalars, on_reply))
-        if end is not None:
-            on_reply(Reply(error=end))
-
     def table(self, number: int) -> TableBucket:
         if not isinstance(target := interface.declared(self.buckets, number), TableBucket):
             raise ProtocolError(f"bucket '{target.spec.name}' is no table")
         return target
 
-    def _send(self, frames: Frames) -> None:
+    def send(self, frames: Iterable[tuple[int, Outgoing]]) -> None:
+        """Sends frames of a table, each to its pserver."""
         for pserver, item in frames:
             self._queues[pserver].put([item])
 
