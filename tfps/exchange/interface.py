@@ -6,12 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 from tfps.exchange.codecs import Codec, Floats
+from tfps.exchange.kinds import BucketKind
 from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.membership.view import View
@@ -19,7 +20,6 @@ from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.types import Array, Buffer, DType
 
 Payload: TypeAlias = "bytes | bytearray | memoryview | Array"  # C-contiguous; collections.abc.Buffer needs Python 3.12
-BucketKind = Literal["sum", "gather", "table"]
 _T = TypeVar("_T")
 
 
@@ -42,8 +42,7 @@ class BucketSpec:
     """One bucket as all ranks must declare it. ConfigError: a value is out of range; the message names the field."""
 
     names: tuple[str, ...]  # of its variables (`("dense/kernel", "dense/bias")`), or one name for anything else
-    # `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one, `"table"` keeps rows; see `Tables`
-    kind: BucketKind
+    kind: BucketKind  # see `ByKind`
     nbytes: int  # sum: payload size of every rank; else 0 (sizes may differ by rank and step)
     dtype: str  # numpy dtype name of the items of a sum or a table (`"float32"`); gather: `"uint8"`
     priority: int  # 0 = most urgent

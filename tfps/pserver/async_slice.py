@@ -204,7 +204,6 @@ class AsyncSlice(OwnedSlice):
                 self._apply(marked[each])
 
     def released(self) -> list[Answer]:
-        """Answers for the ranks that may go on after others have quiesced or left."""
         with self.lock:
             self._align()
             return self._ready()

@@ -32,7 +32,7 @@ from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, SumSlice
 from tfps.pserver.statuses import member_status, table_statuses
-from tfps.pserver.table_slice import AppliesEach, TableSlice
+from tfps.pserver.table_slice import TableSlice
 from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
@@ -559,8 +559,7 @@ class Job(Elastic):
 
     def _release(self) -> None:
         for _, item in self._shard.slices():
-            if isinstance(item, (AsyncSlice, AppliesEach)):
-                self._send(item.released())
+            self._send(item.released())
 
 
 class Session:

@@ -100,6 +100,15 @@ class OwnedSlice(abc.ABC):
     def late(self, ranks: Iterable[int]) -> Late | None:
         """The first of `ranks` that others wait for and cannot do without."""
 
+    @property
+    def steps_over(self) -> int:
+        """How many rounds are over; 0 if ranks step apart."""
+        return 0
+
+    def released(self) -> list[Answer]:
+        """Answers for ranks that may go on after others have quiesced or left."""
+        return []
+
     def _arrived(self, push: Push, now_ns: int) -> None:
         header = push.header
         if self._recorder.enabled:
@@ -119,6 +128,10 @@ class RoundSlice(OwnedSlice):
     round: SumRound | GatherRound
     _first_ns = 0  # first push of this round, on the recorder's clock
     _latest: Push  # of this round, without its payload
+
+    @property
+    def steps_over(self) -> int:
+        return self.round.step
 
     def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
         now_ns, round_ = self._recorder.clock(), self.round

@@ -122,6 +122,10 @@ class TableSlice(OwnedSlice):
         self._steps: dict[int, _Step] = {}  # that have begun
         self._waiting: list[_Asked] = []
 
+    @property
+    def steps_over(self) -> int:
+        return self.step
+
     # Frames
 
     def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
@@ -484,7 +488,6 @@ class AppliesEach(TableSlice):
         return []
 
     def released(self) -> list[Answer]:
-        """Answers for ranks that may go on after others have quiesced or left."""
         with self.lock:
             return self._current()
 

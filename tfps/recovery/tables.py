@@ -113,7 +113,7 @@ class ElasticTables:
         """
         answered: list[tuple[Push, Reply]] = []
         for bucket in self._core.buckets:
-            if (kept := bucket.kept) is None or kept.files is None or kept.replays:
+            if (kept := bucket.kept) is None or kept.files is None or kept.replay is not None:
                 continue
             with bucket.lock:
                 given = kept.dropped(bucket.pushes)

@@ -25,9 +25,10 @@ from tfps.exchange.interface import (
     Reply,
     as_bytes,
 )
+from tfps.exchange.kinds import ByKind
 from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows
-from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.exchange.update_spec import StepScalars
 from tfps.membership.view import View
 from tfps.tables.files import restored, write_shard
 from tfps.tables.spec import TableSpec
@@ -62,8 +63,10 @@ class EmbeddedState:
         self._specs, self._failures = specs, failures
         self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
 
-    def declare(self, bucket: int, spec: BucketSpec, update: UpdateSpec) -> None:
-        """Keeps what a new bucket's `update` needs."""
+    def declare(self, bucket: int, spec: BucketSpec) -> None:
+        """Keeps what the update of a new bucket needs, if it has one."""
+        if (update := spec.update) is None:
+            return
         label, viewed = f"bucket '{spec.name}'", spec.codec is not None
         self._kept[bucket] = ParameterShard(label, update, 0, spec.nbytes, viewed=viewed)
 
@@ -224,6 +227,7 @@ class EmbeddedExchange:
         self._failures = FailureState()
         self.info, self.peers, self.joining = EmbeddedInfo(), EmbeddedPeers(), NobodyJoins(self.rank)
         self.state, self.tables = EmbeddedState(self.specs, self._failures), EmbeddedTables(self.rank, self._failures)
+        self._declares = ByKind(sum=self.state.declare, gather=self.state.declare, table=self.tables.declare)
         self.captures = ProcessCaptures(recorder or Recorder(), lambda: self.specs, self._failures.check)
 
     @property
@@ -241,10 +245,7 @@ class EmbeddedExchange:
         ids = list(range(len(self.specs), len(self.specs) + len(specs)))
         self.specs.extend(specs)
         for bucket, spec in zip(ids, specs, strict=True):
-            if spec.kind == "table":
-                self.tables.declare(bucket, spec)
-            if spec.update is not None:
-                self.state.declare(bucket, spec, spec.update)
+            self._declares[spec.kind](bucket, spec)
         return ids
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:

@@ -13,6 +13,7 @@ from tfps.config import Config
 from tfps.errors import ProtocolError, PserverLostError
 from tfps.exchange import interface
 from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Payload, Reply, as_bytes
+from tfps.exchange.kinds import ByKind
 from tfps.exchange.layout import Cutting, Placer
 from tfps.membership.view import View
 from tfps.wire.frames import Header, Kind, encode
@@ -20,6 +21,10 @@ from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Failed, Push, PushedBucket
 from tfps.worker.table_bucket import TableBucket
+
+# How the bucket of a declaration is made.
+_MADE: ByKind[Callable[[BucketSpec, int, Placer, View], PushedBucket]]
+_MADE = ByKind(sum=PushedBucket.new, gather=PushedBucket.new, table=TableBucket.new)
 
 
 class Pushes:
@@ -44,17 +49,13 @@ class Pushes:
 
     def declared(self, specs: Sequence[BucketSpec], placer: Placer, view: View) -> list[int]:
         """Has new buckets; returns their numbers."""
-        first, size, workers = len(self.buckets), self._config.first_slice_bytes, view.workers
+        first, size = len(self.buckets), self._config.first_slice_bytes
         for spec in specs:
-            if spec.kind == "table":
-                table = TableBucket.of(spec, view.pservers, workers)
-                if spec.replaces is not None:
-                    table.steps = self.buckets[spec.replaces].steps
-                self.buckets.append(table)
-            else:
-                self.buckets.append(PushedBucket.new(spec, size, placer, workers))
-        for bucket in self.buckets[first:]:
+            bucket = _MADE[spec.kind](spec, size, placer, view)
             bucket.before = {} if self._config.outlives_pservers else None
+            if spec.replaces is not None:
+                bucket.steps = self.buckets[spec.replaces].steps
+            self.buckets.append(bucket)
         return list(range(first, len(self.buckets)))
 
     # Buckets of variables

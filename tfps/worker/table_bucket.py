@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 from tfps.errors import ProtocolError
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply
-from tfps.exchange.layout import Cutting
+from tfps.exchange.layout import Cutting, Placer
 from tfps.exchange.requests import Ids, Lookup, RowUpdate
+from tfps.membership.view import View
 from tfps.tables.spec import TableSpec
 from tfps.wire.frames import ASK, EMPTY, LAST, WHOLE, Header, Kind
 from tfps.wire.rows import decode_rows, decode_some, encode_ids, encode_push, rows_of_frame
 from tfps.wire.send_queue import Outgoing
-from tfps.wire.shared_memory import aligned_empty
-from tfps.worker.bucket import Push, PushedBucket
+from tfps.wire.shared_memory import Place, aligned_empty
+from tfps.worker.bucket import Incoming, Push, PushedBucket
 
 FIRST_ASKED = 2**16  # the index of a frame that asks for rows; those with gradients count from 0
 _MOST_ASKED = 2**30  # then they begin anew
@@ -81,10 +82,9 @@ class TableBucket(PushedBucket):
     _indices: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def of(cls, spec: BucketSpec, pservers: Sequence[int], workers: int) -> TableBucket:
-        """One that has just been declared; `pservers` as in a view."""
-        everybody = frozenset(range(workers))
-        return cls(spec, Cutting([], list(pservers)), everybody, table=TableSpec.parse(spec.table))
+    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, view: View) -> TableBucket:
+        everybody = frozenset(range(view.workers))
+        return cls(spec, Cutting([], list(view.pservers)), everybody, table=TableSpec.parse(spec.table))
 
     def lookup(self, request: Lookup, failures: FailureState) -> tuple[LookedUp, Frames]:
         """Begins a lookup that nobody waits for yet; no frames: there are no rows. Caller holds the lock, and sends."""
@@ -158,10 +158,19 @@ class TableBucket(PushedBucket):
             return True
         return False
 
-    def answered(
+    def memory(self, incoming: Incoming, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def receive(self, incoming: Incoming, header: Header, payload: memoryview, place: Place | None) -> None:
+        ranks = incoming.ranks(header)
+        if (answered := self._answered(incoming.pserver, header, payload, ranks)) is not None:
+            on_reply, reply = answered
+            on_reply(reply)
+
+    def _answered(
         self, pserver: int, header: Header, payload: memoryview, ranks: Collection[int]
     ) -> tuple[OnReply, Reply] | None:
-        """Takes a frame; returns who gets a reply now, and which. Takes the lock."""
+        """Takes a frame; returns who gets a reply now, and which."""
         with self.lock:
             if header.index < FIRST_ASKED:
                 return self._applied(pserver, header, ranks)
