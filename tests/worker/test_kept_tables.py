@@ -83,7 +83,7 @@ class Training(moving.Job):
 
     def check_rows(self, pending: Pending, ids: Array) -> None:
         rows = np.asarray(pending.wait().sum).view(np.float32).reshape(-1, 3)
-        np.testing.assert_array_equal(rows, self.table.pull(ids))
+        np.testing.assert_array_equal(rows, self.table.lookup(ids))
 
     def add(self, worker: ElasticExchange, ids: Array, gradients: Array) -> Pending:
         pending = Pending()
@@ -116,7 +116,7 @@ class Training(moving.Job):
         """All replace rows."""
         request = Assign(self.number, self.steps, ids, rows, identity)
         together(*(functools.partial(worker.tables.assign, request) for worker in self.workers))
-        self.table.put(ids, rows)
+        self.table.assign(ids, rows)
 
     def check_all(self) -> None:
         """All workers read all rows as they should be."""

@@ -86,7 +86,7 @@ class Training(moving.Job):
 
     def check_rows(self, pending: Pending, ids: Array) -> None:
         rows = np.asarray(pending.wait().sum).view(np.float32).reshape(-1, 3)
-        np.testing.assert_array_equal(rows, self.table.pull(ids))
+        np.testing.assert_array_equal(rows, self.table.lookup(ids))
 
     def check_all(self) -> None:
         for worker in self.workers:
@@ -183,7 +183,7 @@ def test_replaced_rows_are_in_a_snapshot(cluster: Cluster, tmp_path: Path) -> No
             for each in job.workers
         ]
         together(*calls)
-        job.table.put(ids, rows)
+        job.table.assign(ids, rows)
         job.save()
         job.train(*range(WORKERS))
         job.lose(0)

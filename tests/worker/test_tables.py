@@ -109,12 +109,12 @@ def test_rows_are_those_of_one_table_whoever_owns_them(
             for worker, (ids, _) in zip(members, parts, strict=True)
         ]
         for pending, (ids, _) in zip(asks, parts, strict=True):
-            np.testing.assert_array_equal(rows_of(pending.wait()), reference.pull(ids))
+            np.testing.assert_array_equal(rows_of(pending.wait()), reference.lookup(ids))
         for worker, (ids, gradients) in zip(members, parts, strict=True):
             added(worker, ids, gradients, step)
         reference.update(parts, SCALARS, step)
     for worker in members:
-        np.testing.assert_array_equal(rows_of(asked(worker, EVERY, len(steps)).wait()), reference.pull(EVERY))
+        np.testing.assert_array_equal(rows_of(asked(worker, EVERY, len(steps)).wait()), reference.lookup(EVERY))
 
 
 def test_a_single_process_has_the_same_rows() -> None:
@@ -124,7 +124,7 @@ def test_a_single_process_has_the_same_rows() -> None:
     for step, ((ids, gradients),) in enumerate(steps):
         added(exchange, ids, gradients, step).wait()
     found = rows_of(asked(exchange, EVERY, 5).wait())
-    np.testing.assert_array_equal(found, expected(steps, described()).pull(EVERY))
+    np.testing.assert_array_equal(found, expected(steps, described()).lookup(EVERY))
 
 
 def slices(cluster: Cluster, server: Argument) -> TableSlice:
@@ -142,7 +142,7 @@ def test_rows_of_the_next_step_wait_until_all_ranks_have_added(cluster: Cluster)
     assert not pending.replied
     added(second, ids_of(), np.empty((0, 3), np.float32), 0)
     reference = expected([[(ids_of(4), ones)]], described())
-    np.testing.assert_array_equal(rows_of(pending.wait()), reference.pull(ids_of(4)))
+    np.testing.assert_array_equal(rows_of(pending.wait()), reference.lookup(ids_of(4)))
 
 
 def test_rows_that_a_step_does_not_touch_come_before_its_gradients(cluster: Cluster) -> None:
@@ -155,14 +155,14 @@ def test_rows_that_a_step_does_not_touch_come_before_its_gradients(cluster: Clus
     assert asked(first, ids_of(1), 0).wait().error is None
     assert not early.replied  # the second may touch any
     asked(second, ids_of(3), 0, trains=True, complete=True).wait()
-    np.testing.assert_array_equal(rows_of(early.wait()), table.pull(ids_of(5, 6)))
+    np.testing.assert_array_equal(rows_of(early.wait()), table.lookup(ids_of(5, 6)))
     assert not mixed.replied
     assert slices(cluster, server).traffic.early == 3  # 5, 6, and 9 of the mixed ones
     ones = np.ones((2, 3), np.float32)
     added(first, ids_of(1, 2), ones, 0)
     added(second, ids_of(3), ones[:1], 0)
     table.update([(ids_of(1, 2), ones), (ids_of(3), ones[:1])], SCALARS, 0)
-    np.testing.assert_array_equal(rows_of(mixed.wait()), table.pull(ids_of(2, 3, 9)))
+    np.testing.assert_array_equal(rows_of(mixed.wait()), table.lookup(ids_of(2, 3, 9)))
 
 
 def test_gradients_of_rows_that_were_not_asked_for_are_refused_after_others_relied_on_that(cluster: Cluster) -> None:
@@ -182,8 +182,8 @@ def test_each_gradient_counts_by_itself_where_workers_step_apart(cluster: Cluste
     for step in range(3):
         added(first, ids_of(4), ones, step).wait()
         table.update([(ids_of(4), ones)], SCALARS, step)
-        np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), step + 1).wait()), table.pull(ids_of(4)))
-    np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 0).wait()), table.pull(ids_of(4)))
+        np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), step + 1).wait()), table.lookup(ids_of(4)))
+    np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 0).wait()), table.lookup(ids_of(4)))
 
 
 def test_a_rank_that_is_too_far_ahead_waits_for_rows(cluster: Cluster) -> None:
@@ -208,7 +208,7 @@ def test_others_go_on_without_a_lost_rank(cluster: Cluster) -> None:
     second.close("an end")
     done.wait()
     reference = expected([[(ids_of(4, 5), ones)]], described())
-    np.testing.assert_array_equal(rows_of(asked(first, ids_of(4, 5), 1).wait()), reference.pull(ids_of(4, 5)))
+    np.testing.assert_array_equal(rows_of(asked(first, ids_of(4, 5), 1).wait()), reference.lookup(ids_of(4, 5)))
 
 
 def test_ranks_whose_tables_differ_are_told_so(cluster: Cluster) -> None:
@@ -269,7 +269,7 @@ def test_a_table_with_another_rule_keeps_its_rows(cluster: Cluster) -> None:
     reference.update([(EVERY, ones), (EVERY, ones)], SCALARS, 4)
     pending = Pending()
     members[0].tables.lookup(Lookup(1, 5, EVERY), pending)
-    np.testing.assert_array_equal(rows_of(pending.wait()), reference.pull(EVERY))
+    np.testing.assert_array_equal(rows_of(pending.wait()), reference.lookup(EVERY))
 
 
 @pytest.mark.parametrize("pservers", [1, 3])
@@ -292,11 +292,11 @@ def test_saved_rows_come_back_on_any_number_of_pservers(pservers: int, cluster: 
     folders = [str(tmp_path / "full"), str(tmp_path / "more")]
     restored = worker.tables.load(Load(0, 1, folders, "user", "an id"))
     assert restored.rows == reference.stats().rows
-    np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 1).wait()), reference.pull(EVERY))
+    np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 1).wait()), reference.lookup(EVERY))
     ones = np.ones((len(EVERY), 3), np.float32)
     added(worker, EVERY, ones, 1)
     reference.update([(EVERY, ones)], SCALARS, 8)
-    np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 2).wait()), reference.pull(EVERY))
+    np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 2).wait()), reference.lookup(EVERY))
 
 
 def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path) -> None:

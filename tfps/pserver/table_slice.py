@@ -118,7 +118,6 @@ class TableSlice(OwnedSlice):
         self._meetings: dict[str, set[int]] = {}  # who has come to replace rows, by what with
         self._restored: list[str] = []  # what has been put in place of rows, by its id
         self._restored_by: Counter[int] = Counter()  # by rank, how much of it
-        self._ahead = 0  # by how much the table's steps are ahead of this job's, as it was restored
         self._steps: dict[int, _Step] = {}  # that have begun
         self._waiting: list[_Asked] = []
 
@@ -226,7 +225,7 @@ class TableSlice(OwnedSlice):
             del self._steps[self.step]
             dim, ranks = self.table.spec.dim, sorted(whole)
             scalars = StepScalars.unpack(step.added[ranks[0]].scalars, self.table.spec.update)
-            self.table.update([step.added[rank].part(dim) for rank in ranks], scalars, self.step + self._ahead)
+            self.table.update([step.added[rank].part(dim) for rank in ranks], scalars, self.step)
             self.step += 1
             self._applied.notify_all()
             number = self._sets.number(ranks)
@@ -292,12 +291,12 @@ class TableSlice(OwnedSlice):
             some = self._some(asked, asked.left, flags=LAST)
             self._answered(asked)
             return some
-        rows = self.table.pull(asked.ids)
+        rows = self.table.lookup(asked.ids)
         self._answered(asked)
         return Answer((asked.push.rank,), _header(asked.push, LAST | WHOLE), _bytes(rows))
 
     def _some(self, asked: _Asked, chosen: NDArray[np.bool_], flags: int) -> Answer:
-        payload = encode_some(chosen, self.table.pull(asked.ids[chosen]))
+        payload = encode_some(chosen, self.table.lookup(asked.ids[chosen]))
         return Answer((asked.push.rank,), _header(asked.push, flags), memoryview(payload))
 
     def change(self, spec: TableSpec, codec: Codec | None, step: int = 0) -> None:
@@ -374,7 +373,7 @@ class TableSlice(OwnedSlice):
         finally:
             with self.lock:
                 self._restoring = False
-                self._ahead = max(self.table.step + 1 - self.step, 0)
+                self.table.follow(self.step)
         with self.lock:
             self._note_restored(rank, identity)
         return {"step": found["step"], "rows": found["rows"], "nbytes": found["nbytes"], "slots": found["slots"]}
@@ -385,7 +384,7 @@ class TableSlice(OwnedSlice):
         rows = decode_rows(memoryview(values), len(found), self.table.spec.dim)
         with self.lock:
             if not self._is_restored(rank, identity):
-                self.table.put(found, rows)
+                self.table.assign(found, rows)
                 self._note_restored(rank, identity)
 
     def _is_restored(self, rank: int, identity: str) -> bool:
@@ -472,7 +471,7 @@ class AppliesEach(TableSlice):
                 scalars = StepScalars.unpack(added.scalars, self.table.spec.update)
                 # Rows expire by the steps of the rank that is first.
                 self.step = max(self.step, number)
-                self.table.update([added.part(self.table.spec.dim)], scalars, self.step + self._ahead)
+                self.table.update([added.part(self.table.spec.dim)], scalars, self.step)
                 self._applied.notify_all()
                 self._of_rank[rank] = number + 1
                 self._done[rank] = self._done.get(rank, 0) + 1

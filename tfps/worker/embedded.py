@@ -112,7 +112,6 @@ class EmbeddedTables:
         self._rank, self._failures = rank, failures
         self._updating = threading.Lock()  # guards all below
         self._tables: dict[int, Table] = {}  # by bucket
-        self._ahead: defaultdict[int, int] = defaultdict(int)  # by how much a restored table's steps are ahead
 
     def declare(self, bucket: int, spec: BucketSpec) -> None:
         """Has a new table, or an old one with another update."""
@@ -122,7 +121,6 @@ class EmbeddedTables:
             else:
                 self._tables[bucket] = self._tables[spec.replaces]
                 self._tables[bucket].change(TableSpec.parse(spec.table))
-                self._ahead[bucket] = self._ahead[spec.replaces]
 
     def prefetch(self, request: Lookup) -> Prefetched | None:
         return None
@@ -132,7 +130,7 @@ class EmbeddedTables:
             on_reply(Reply(error=end))
             return
         with self._updating:
-            rows = self.table(request.table).pull(request.ids)
+            rows = self.table(request.table).lookup(request.ids)
         on_reply(Reply(sum=rows.reshape(-1).view(np.uint8), ranks=(self._rank,), step=request.step))
 
     def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
@@ -142,7 +140,7 @@ class EmbeddedTables:
         with self._updating:
             kept = self.table(request.table)
             scalars = StepScalars.unpack(request.scalars, kept.spec.update)
-            kept.update([(request.ids, request.gradients)], scalars, request.step + self._ahead[request.table])
+            kept.update([(request.ids, request.gradients)], scalars, request.step)
         on_reply(Reply(sum=np.empty(0, np.uint8), ranks=(self._rank,), step=request.step))
 
     def save(self, request: Save) -> SavedRows:
@@ -154,12 +152,12 @@ class EmbeddedTables:
         kept = self.table(request.table)
         with self._updating:
             found = restored(kept, request.folders, request.name, request.seed)
-            self._ahead[request.table] = max(kept.step + 1 - request.step, 0)
+            kept.follow(request.step)
         return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
 
     def assign(self, request: Assign) -> None:
         with self._updating:
-            self.table(request.table).put(request.ids, request.rows)
+            self.table(request.table).assign(request.ids, request.rows)
 
     def table(self, number: int) -> Table:
         if number not in self._tables:
