@@ -32,7 +32,7 @@ from tfps.keras_hooks.checkpoint import (
     restores_alone,
     saved_beside,
 )
-from tfps.policies.table_variable import TableVariable, all_tables, update_spec
+from tfps.policies.table_variable import TableVariable, all_tables, tables_of, update_spec
 from tfps.tables.files import saved_update
 from tfps.types import Argument, Json, Model, Optimizer
 
@@ -41,11 +41,6 @@ _INDEX = "tables.json"
 _REFERENCE, _SEED = "rows", "seed"  # in what Keras stores of a layer
 _NO_ROWS = "no rows, seed "  # in place of a reference of a table that had none
 _references: contextvars.ContextVar[dict[int, str] | None] = contextvars.ContextVar("references", default=None)
-
-
-def tables_of(model: Model) -> list[TableVariable]:
-    """The tables of a model, in the order of its layers."""
-    return [each for each in model.variables if isinstance(each, TableVariable)]
 
 
 # Files of Keras
@@ -240,7 +235,7 @@ def _names(tables: Sequence[TableVariable]) -> dict[int, str]:
 
 def _identity(tables: Sequence[TableVariable]) -> str:
     """Names the state of the rows, alike on all ranks."""
-    strategy = next((each.strategy for each in tables if isinstance(each.strategy, BaseStrategy)), None)
+    strategy = next((each.strategy for each in tables if each.strategy is not None), None)
     run = (strategy.extended.exchange.info.run if strategy is not None else "") or _RUN
     state = None if strategy is None else strategy.extended.policy.state
     if state is None:
@@ -250,8 +245,7 @@ def _identity(tables: Sequence[TableVariable]) -> str:
 
 
 def _is_first(tables: Sequence[TableVariable]) -> bool:
-    strategies = {each.strategy for each in tables if isinstance(each.strategy, BaseStrategy)}
-    return all(strategy.rank == 0 for strategy in strategies)
+    return all(each.strategy is None or each.strategy.rank == 0 for each in tables)
 
 
 def _local(filepath: StrPath) -> Path:
