@@ -90,7 +90,7 @@ class Run:
         for table, model in zip(self.pservers.tables, self.models, strict=True):
             table.sweep()
             found = table.stats()
-            assert (found.rows, found.made, found.evicted, found.expired, found.refused) == (
+            assert (found.rows, found.made_rows, found.evicted_rows, found.expired_rows, found.refused_rows) == (
                 len(model.rows), model.made, model.evicted, model.expired, model.refused
             )  # fmt: skip
 
@@ -224,7 +224,7 @@ def test_rows_keep_their_values_while_a_table_grows_and_takes_few_bytes_more_tha
         found = table.stats()
         assert found.rows == begin + some.size
         if found.rows > 10_000:
-            assert found.nbytes / found.rows - spec.row_bytes <= 24
+            assert found.memory_bytes / found.rows - spec.row_bytes <= 24
     assert table.lookup(ids[:1000]).tobytes() == kept.tobytes()
     # Initial accumulator 0.1, learning rate 0.5.
     initial = spec.initial.values(spec.seed, ids, 16)
@@ -239,7 +239,7 @@ def test_a_table_of_which_rows_come_and_go_does_not_grow() -> None:
     for step in range(200):
         ids = np.arange(step * 1000, step * 1000 + 1000)
         table.update([(ids, np.ones((1000, 2), np.float32))], scalars_of(spec), step)
-        sizes.append(table.stats().nbytes)
+        sizes.append(table.stats().memory_bytes)
     assert table.stats().rows <= 3000
     # What goes is remembered for incremental saves, at most 64 Ki ids.
     assert max(sizes) <= 8 * 2**16 + 4 * sizes[5]
@@ -254,12 +254,12 @@ def test_rows_of_a_fixed_table_that_nothing_was_written_to_take_no_memory() -> N
     spec = spec_of("adagrad", 128, rows=2**27)  # 128 GiB with slots
     before = resident_bytes()
     table = Table(spec)
-    empty = table.stats().nbytes
+    empty = table.stats().memory_bytes
     ids = np.arange(0, 2**27, 2**17)
     table.update([(ids, np.ones((ids.size, 128), np.float32))], scalars_of(spec), 0)
     table.lookup(np.arange(2**26, 2**26 + 2**14))
     assert resident_bytes() - before < 2**26
-    assert ids.size * spec.row_bytes <= table.stats().nbytes - empty < 2**26
+    assert ids.size * spec.row_bytes <= table.stats().memory_bytes - empty < 2**26
     assert list(dump([table])) == ids.tolist()
 
 
@@ -336,7 +336,7 @@ def test_rows_that_are_put_keep_their_slots_unless_past_their_time() -> None:
     table = Table(spec)
     table.update([(int64([1, 2]), np.ones((2, 3), np.float32))], scalars_of(spec), 0)
     table.update([(int64([2]), np.ones((1, 3), np.float32))], scalars_of(spec), 29)
-    table.advance(30)  # the first row is past its time, and not yet swept
+    table.update([], scalars_of(spec), 30)  # the first row is past its time, and not yet swept
     slots = [dump([table])[2][1][1], np.full(3, 0.1, np.float32).tobytes()]
     table.assign(int64([2, 1, 3]), np.arange(9, dtype=np.float32).reshape(3, 3))
     assert table.lookup(int64([1, 2, 3])).tolist() == [[3, 4, 5], [0, 1, 2], [6, 7, 8]]
@@ -369,7 +369,7 @@ def test_updates_between_chunks_lose_no_row_that_stays() -> None:
         stay &= set(dump([table]))
         other += 300
     assert len(found) > 4000 - 500  # also rows that have taken the place of others
-    assert table.stats().evicted > 1000
+    assert table.stats().evicted_rows > 1000
     assert len(set(found)) == len(found)
     assert len(stay) > 1000
     assert stay <= set(found)

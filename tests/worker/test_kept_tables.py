@@ -15,7 +15,7 @@ from moving_tables import IDS, SCALARS, SPEC, TABLE
 
 from tfps.config import Config, Security
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
-from tfps.exchange.interface import BucketSpec, Prefetched
+from tfps.exchange.interface import BucketSpec, Wait
 from tfps.exchange.requests import Assign, Lookup, RowUpdate
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.pserver import regrouping
@@ -47,7 +47,7 @@ class Training(moving.Job):
         super().__init__(cluster, pservers=pservers, config=config)
         self.table, self.number, self.steps = Table(spec), TABLE, 0
         self.declare([bucket(spec)])
-        self.foreseen: list[tuple[Array, Prefetched | None]] = []
+        self.foreseen: list[tuple[Array, Wait | None]] = []
 
     def draw(self, count: int | None = None) -> Array:
         size = int(self.random.integers(0, 30)) if count is None else count
@@ -76,7 +76,7 @@ class Training(moving.Job):
             if foreseen is None:
                 pending = self.ask(worker, ids, self.steps, trains=True, complete=True)
             else:
-                foreseen.wait(pending := Pending())
+                foreseen(pending := Pending())
                 self.ask(worker, ids[:0], self.steps, trains=True, complete=True)
             self.check_rows(pending, ids)
         return [ids for ids, _ in found]

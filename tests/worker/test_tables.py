@@ -16,11 +16,11 @@ from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import server
 from tfps.pserver.table_slice import TableSlice
+from tfps.tables import messages
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.types import Argument, Array
-from tfps.wire import rows as wire_rows
 from tfps.worker.embedded import EmbeddedExchange
 
 ADAGRAD = UpdateSpec("adagrad", (("epsilon", 1e-7),), (("accumulator", 0.1),), (3,), (False,))
@@ -99,7 +99,7 @@ def test_rows_are_those_of_one_table_whoever_owns_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     jobs.use(transport, monkeypatch)
-    monkeypatch.setattr(wire_rows, "_ROWS_BYTES", 60)  # five rows in a frame
+    monkeypatch.setattr(messages, "_ROWS_BYTES", 60)  # five rows in a frame
     members = jobs.job(cluster, workers, bucket(), pservers=pservers)
     steps = random_steps(12, workers)
     reference = Table(described())
@@ -157,7 +157,7 @@ def test_rows_that_a_step_does_not_touch_come_before_its_gradients(cluster: Clus
     asked(second, ids_of(3), 0, trains=True, complete=True).wait()
     np.testing.assert_array_equal(rows_of(early.wait()), table.lookup(ids_of(5, 6)))
     assert not mixed.replied
-    assert slices(cluster, server).traffic.early == 3  # 5, 6, and 9 of the mixed ones
+    assert slices(cluster, server).rounds.traffic.early_rows == 3  # 5, 6, and 9 of the mixed ones
     ones = np.ones((2, 3), np.float32)
     added(first, ids_of(1, 2), ones, 0)
     added(second, ids_of(3), ones[:1], 0)

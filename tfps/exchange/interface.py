@@ -12,7 +12,7 @@ import numpy as np
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 from tfps.exchange.codecs import Codec, Floats
-from tfps.exchange.kinds import BucketKind
+from tfps.exchange.kinds import ONLY_ON_PSERVERS, BucketKind
 from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.membership.view import View
@@ -65,7 +65,8 @@ class BucketSpec:
             raise ConfigError(f"nbytes must be a multiple of {item_bytes} ({self.dtype}), got {self.nbytes}")
         if self.kind == "gather" and (self.nbytes or item_bytes != 1):
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
-        if (self.kind == "table") != bool(self.table) or (self.table and (self.dtype, self.nbytes) != ("float32", 0)):
+        rows = ONLY_ON_PSERVERS[self.kind]
+        if rows != bool(self.table) or (rows and (self.dtype, self.nbytes) != ("float32", 0)):
             raise ConfigError(f"a table must be described and have dtype 'float32' and nbytes 0, got {self}")
         if self.codec is not None and (self.kind == "gather" or self.dtype != "float32"):
             raise ConfigError(
@@ -128,6 +129,7 @@ class Reply:
 
 
 OnReply = Callable[[Reply], None]
+Wait = Callable[[OnReply], None]
 FailureListener = Callable[[TfpsError], None]
 
 
@@ -188,21 +190,14 @@ class State(Protocol):
         """Makes `values` the residual of `bucket` on rank 0, and 0 that of other ranks."""
 
 
-class Prefetched(Protocol):
-    """A lookup for a step that may not come: until `wait` nobody waits for it."""
-
-    def wait(self, on_reply: OnReply) -> None:
-        """From now on it is a lookup as others are."""
-
-
 class Tables(Protocol):
     """Who takes requests about tables. `on_reply` is as for `Exchange.push`."""
 
     def lookup(self, request: Lookup, on_reply: OnReply) -> None:
         """`Reply.sum` is [n, dim] of float32, flat uint8."""
 
-    def prefetch(self, request: Lookup) -> Prefetched | None:
-        """Looks up rows for a later step, ahead of it; None: rows are not sent ahead here."""
+    def prefetch(self, request: Lookup) -> Wait | None:
+        """Looks up rows for a later step, which may not come; the result waits for them. None: there is no such way."""
 
     def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
         """Replies, with nothing, once the update has been applied."""

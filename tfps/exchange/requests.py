@@ -23,38 +23,29 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """About the rows of `table`, a bucket, as all steps before `step` have left them.
-
-    A rank counts its **steps** of a table: how often it has applied an update to it.
-    """
+    """About rows of `table`, a bucket, as all steps before `step` have left them: a rank counts its updates."""
 
     table: int
     step: int
 
 
-_Request = TypeVar("_Request", bound=Request)
+R = TypeVar("R", bound=Request)
 
 
-def later(request: _Request, steps: int) -> _Request:
+def later(request: R, steps: int) -> R:
     """The same request to owners that count so many steps more."""
     return dataclasses.replace(request, step=request.step + steps) if steps else request
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Lookup(Request):
-    """Asks for rows. What has no row yet reads as its initial value, and gets none by that.
-
-    Args:
-        trains: gradients of these rows may come in this step.
-        complete: it is the last time in this step: only rows that were asked for get gradients. In mode "sync" other
-            rows need not wait for these.
-        attempt: how often all ranks have taken the step before without an update, as when gradients were not finite.
-    """
+    """Asks for rows. What has no row yet reads as its initial value, and gets none by that."""
 
     ids: Ids
-    trains: bool = False
+    trains: bool = False  # whether gradients of these rows may come in this step
+    # The last time in this step: only rows that were asked for get gradients. In mode "sync" others need not wait.
     complete: bool = False
-    attempt: int = 0
+    attempt: int = 0  # how often all ranks have taken the step before without an update, as it was not finite
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,39 +62,24 @@ class RowUpdate(Request):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Save(Request):
-    """Writes all rows, or what has changed `since` the step of a save before, to files in a new `folder`.
-
-    The owners write at the same time, each its own.
-
-    Args:
-        name: of the files.
-        before: the folder of the save before, which whoever reads this one needs; empty: the reader gives it.
-        remove: names of saves beside it that nobody needs any more.
-    """
+    """Writes all rows, or what has changed `since` the step of a save before, to files `name` in a new `folder`."""
 
     folder: str
     name: str
     since: int | None = None
-    before: str = ""
-    remove: Sequence[str] = ()
+    before: str = ""  # the folder of the save before, for whoever reads this one; empty: the reader gives it
+    remove: Sequence[str] = ()  # names of saves beside it that nobody needs any more
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Load(Request):
-    """Replaces all rows by those of a full save and those after it, once, when all ranks ask for it.
-
-    Args:
-        name: of the files.
-        identity: names what is loaded; each rank says the same.
-        alone: other ranks need not ask: they read nothing meanwhile.
-        seed: without folders: no id has a row, and all read as its initial values.
-    """
+    """Replaces all rows by those of a full save and those after it, once, when all ranks ask for it."""
 
     folders: Sequence[str]
-    name: str
-    identity: str
-    alone: bool = False
-    seed: str = ""
+    name: str  # of the files
+    identity: str  # names what is loaded; each rank says the same
+    alone: bool = False  # other ranks need not ask: they read nothing meanwhile
+    seed: str = ""  # without folders: no id has a row, and all read as its initial values
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -454,11 +454,7 @@ class Job(Elastic):
 
     @contextlib.contextmanager
     def saved_table(self, number: int, rank: int, step: int, timeout_s: float) -> Iterator[TableSlice]:
-        """In the block a table is as so many steps have left it; gradients that come are applied after it.
-
-        Raises:
-            WaitTimeoutError: these steps have not been applied in time.
-        """
+        """In the block a table is as so many steps have left it. WaitTimeoutError: these were not applied in time."""
         item = self._table(number)
         if not item.hold(rank, step, timeout_s, lambda: self._failure is not None):
             self._raise_failure()

@@ -12,10 +12,12 @@ from tfps.exchange.interface import BucketSpec, declared, kept_arrays, parse_dty
 from tfps.exchange.kinds import ByKind
 from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
+from tfps.exchange.staleness import StalenessBound
 from tfps.membership.view import RankSets, View
-from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
+from tfps.pserver.async_slice import AsyncSlice, RankScalars
 from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, SumSlice
-from tfps.pserver.table_slice import AppliesEach, TableSlice
+from tfps.pserver.table_slice import TableSlice
+from tfps.tables.rounds import Apart, Rounds
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.trace.recorder import Recorder
@@ -75,7 +77,7 @@ class Shard:
         # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
         parts = workers if self.config.deterministic or self.config.applies_each_push else 1
         copies = workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
-        tables = sum(_ROWS_BYTES[spec.kind](spec, pservers) for spec in specs)
+        tables = sum(_table_bytes(spec, pservers) for spec in specs if spec.table)
         kept = sum(spec.nbytes * (kept_arrays(spec) + copies * (spec.update is not None)) for spec in specs)
         payload = (sum(spec.nbytes * parts for spec in specs) + kept) // pservers + tables
         counts = [spec.nbytes // slice_bytes + 1 for spec in specs]
@@ -121,8 +123,9 @@ class Shard:
             before.change(TableSpec.parse(spec.table), spec.codec, step)
             return {0: before}
         table = Table(TableSpec.parse(spec.table), pservers.index(self.index), len(pservers), label)
-        arguments = self._recorder, label, table, spec.codec, self.sets, self.view, self._saved, step
-        return {0: TableSlice(*arguments) if self.config.steps_together else AppliesEach(*arguments, bound=self.bound)}
+        together = self.config.steps_together
+        rounds = Rounds(table, self.view, step) if together else Apart(table, self.view, step, self.bound)
+        return {0: TableSlice(self._recorder, rounds, spec.codec, self.sets, self._saved)}
 
     def cut_anew(self, layout: Layout) -> None:
         """Prepares the cuttings of `layout`, each from its step on."""
@@ -186,9 +189,6 @@ def _table_bytes(spec: BucketSpec, pservers: int) -> int:
     table = TableSpec.parse(spec.table)
     rows = table.rows or table.max_rows or 0
     return -(-rows // pservers) * (table.row_bytes + _ROW_BYTES)
-
-
-_ROWS_BYTES = ByKind(sum=lambda spec, pservers: 0, gather=lambda spec, pservers: 0, table=_table_bytes)
 
 
 def _text_bytes(spec: BucketSpec) -> int:

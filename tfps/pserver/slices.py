@@ -18,6 +18,7 @@ from tfps.exchange.rules import flushed
 from tfps.exchange.update_spec import WEIGHT, StepScalars, UpdateSpec, difference
 from tfps.membership.view import RankSets, View
 from tfps.trace.capture import NONE
+from tfps.trace.capture import Kind as SpanKind
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
@@ -114,12 +115,12 @@ class OwnedSlice(abc.ABC):
         if self._recorder.enabled:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, push.rank, NONE)
 
-    def _record(self, push: Push, begin_ns: int, nbytes: int, index: int) -> None:
+    def _record(self, push: Push, begin_ns: int, nbytes: int, index: int, what: SpanKind = "aggregate") -> None:
         """Records what `push` has completed: one span, also for all pieces of a gather."""
         header = push.header
         if self._recorder.enabled:
             of_push = {"step": header.step, "bucket": header.bucket, "priority": header.priority, "rank": push.rank}
-            self._recorder.span("aggregate", begin_ns, self._recorder.clock(), slice=index, nbytes=nbytes, **of_push)
+            self._recorder.span(what, begin_ns, self._recorder.clock(), slice=index, nbytes=nbytes, **of_push)
 
 
 class RoundSlice(OwnedSlice):

@@ -6,11 +6,11 @@ Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from tfps.exchange.interface import OnReply, Prefetched, Reply, declared
+from tfps.exchange.interface import OnReply, Reply, Wait, declared
 from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows, later
 from tfps.recovery.core import Core
 from tfps.recovery.journal import Push
@@ -20,19 +20,6 @@ from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
 
 _NOTHING = np.empty(0, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefetched:
-    """Rows that were asked for ahead of their step, of a worker that may have been replaced meanwhile."""
-
-    tables: ElasticTables
-    found: Prefetched
-    worker: Worker
-    request: Lookup
-
-    def wait(self, on_reply: OnReply) -> None:
-        self.tables.wait_for(self, on_reply)
 
 
 class ElasticTables:
@@ -78,25 +65,24 @@ class ElasticTables:
             bucket.asks.remove(asked)
         asked.on_reply(reply)
 
-    def prefetch(self, request: Lookup) -> Prefetched | None:
+    def prefetch(self, request: Lookup) -> Wait | None:
         bucket = declared(self._core.buckets, request.table)
         with bucket.lock:
             worker = bucket.worker
             if worker is None or bucket.behind:
                 return None
-            found = worker.tables.prefetch(later(request, bucket.ahead))
-        return None if found is None else _Prefetched(self, found, worker, request)
+            wait = worker.tables.prefetch(later(request, bucket.ahead))
+        return None if wait is None else functools.partial(self._wait, worker, request, wait)
 
-    def wait_for(self, rows: _Prefetched, on_reply: OnReply) -> None:
-        """See `Prefetched`."""
-        request, worker = rows.request, rows.worker
+    def _wait(self, worker: Worker, request: Lookup, wait: Wait, on_reply: OnReply) -> None:
+        """Waits for what `worker`, which may have been replaced meanwhile, has prefetched."""
         bucket = self._core.buckets[request.table]
         with bucket.lock:
             if bucket.worker is worker and self._core.failures.end is None:
                 asked = Asked(request, on_reply, worker)
                 bucket.asks.append(asked)
                 bucket.asked = max(bucket.asked, request.step)
-                rows.found.wait(functools.partial(self._take_rows, worker, asked))
+                wait(functools.partial(self._take_rows, worker, asked))
                 return
         self.lookup(request, on_reply)
 
@@ -135,13 +121,7 @@ class ElasticTables:
         return self._core.call(save)
 
     def load(self, request: Load) -> SavedRows:
-        def load(worker: Worker, step: int) -> SavedRows:
-            return worker.tables.load(replace(request, step=step))
-
-        return self._snapshots.replace(request.table, request.step, load)
+        return self._snapshots.replace(request, lambda tables, own: tables.load(own))
 
     def assign(self, request: Assign) -> None:
-        def assign(worker: Worker, step: int) -> None:
-            worker.tables.assign(replace(request, step=step))
-
-        self._snapshots.replace(request.table, request.step, assign)
+        self._snapshots.replace(request, lambda tables, own: tables.assign(own))

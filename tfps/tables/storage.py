@@ -44,29 +44,12 @@ class Storage(abc.ABC):
         """Rows are at positions below it."""
 
     @property
-    @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Memory in use."""
-
-    @property
     def _item_bytes(self) -> int:
         return ITEM_BYTES * (self._dim * len(self.arrays) + 1)
-
-    @abc.abstractmethod
-    def find(self, ids: Ids) -> Positions:
-        """The position of the row of each id, -1 where there is none."""
-
-    @abc.abstractmethod
-    def ids_at(self, positions: Positions) -> Ids:
-        """The ids at positions that are taken."""
 
     def reserve(self, more: int) -> None:
         """Makes room for so many more rows, or MemoryError."""
         return
-
-    @abc.abstractmethod
-    def place(self, ids: Ids) -> Positions:
-        """Positions for `ids`, which have no rows; the caller writes to them and stamps them."""
 
     def remove(self, positions: Positions) -> None:
         """Removes rows, which are there."""

@@ -21,7 +21,7 @@ from tfps.tables.initial import Initial
 from tfps.tables.merging import One, Part, Several, first_repeated, merged
 from tfps.tables.sketch import Sketch
 from tfps.tables.spec import MOST_STEP, TableSpec
-from tfps.tables.storage import Fixed, Growing, Storage
+from tfps.tables.storage import Fixed, Growing
 from tfps.types import Array
 
 Steps = NDArray[np.int32]
@@ -34,11 +34,11 @@ class TableStats(NamedTuple):
     """Of one pserver's part of a table, since it was made."""
 
     rows: int  # that are there, also such as are past their time and not yet swept
-    nbytes: int  # of memory: rows, slots, stamps, index and all else
-    made: int  # rows, by updates
-    evicted: int  # rows: there were more than `max_rows`
-    expired: int  # rows
-    refused: int  # gradients of ids that had no row yet (`admit_after`)
+    memory_bytes: int  # rows, slots, stamps, index and all else
+    made_rows: int  # by updates
+    evicted_rows: int  # there were more than `max_rows`
+    expired_rows: int
+    refused_rows: int  # gradients of ids that had no row yet (`admit_after`)
 
 
 class Chunk(NamedTuple):
@@ -52,10 +52,9 @@ class Chunk(NamedTuple):
 class Table:
     """Those rows of a table that `place` of `count` pservers owns.
 
-    Time passes by steps: the **newest** is the largest that an update or `advance` has named (-1 before). With
+    Time passes by steps: the **newest** is the largest that an update has named (-1 before), also one of no rows. With
     `expire_after=S` a row is there as long as the newest step is less than S steps after its last update; what is past
-    its time is no more read, and freed now and then. Call `advance` (or `update` with nothing) in steps that have no id
-    of this pserver.
+    its time is no more read, and freed now and then.
 
     With `max_rows` rows go after the update that made too many, the least recently updated first, and among those of
     one step in an order that depends on their ids only. One row in sixteen goes more than must.
@@ -84,11 +83,10 @@ class Table:
 
     def _begin(self) -> None:
         spec, arrays = self.spec, 1 + len(self._slots)
-        if spec.rows is None:
-            self._stored: Storage = Growing(spec.dim, arrays)
-        else:
-            items = max(-(-(spec.rows - self.place) // self.count), 1)
-            self._stored = Fixed(items, spec.dim, arrays, self.place, self.count)
+        items = max(-(-((spec.rows or 0) - self.place) // self.count), 1)
+        self._stored: Fixed | Growing = (
+            Growing(spec.dim, arrays) if spec.rows is None else Fixed(items, spec.dim, arrays, self.place, self.count)
+        )
         self._step, self._next_sweep = -1, 0
 
     @property
@@ -141,10 +139,6 @@ class Table:
             positions = self._find_or_make(gradients.ids, step)
             self._apply(gradients, positions, dict(zip(names, scalars.values, strict=True)), step)
         self._pass(step)
-
-    def advance(self, step: int) -> None:
-        """Makes `step` the newest, if it is: an update without ids."""
-        self._pass(self._checked_step(step))
 
     def sweep(self) -> None:
         """Frees all rows that are past their time. Updates do so now and then; what is read does not depend on it."""
@@ -362,8 +356,15 @@ class Table:
         for begin in range(0, ids.size, PIECE):
             some = ids[begin : begin + PIECE]
             own = np.flatnonzero(self.spec.owners(some, self.count) == self.place)
-            if own.size:
-                self._put(some[own], steps[begin + own], [array[begin + own] for array in chunk.arrays])
+            if not own.size:
+                continue
+            positions = self._stored.find(some[own])
+            missing = np.flatnonzero(positions < 0)
+            positions[missing] = self._stored.place(some[own[missing]])
+            self._stored.write(positions, [array[begin + own] for array in chunk.arrays])
+            self._stored.stamps.array[positions] = steps[begin + own] + 1
+            self._step = max(self._step, int(steps[begin + own].max()))
+            self._gone.begin(self._step + 1)  # what their owner has removed before is not known here
 
     def assign(self, ids: Ids, rows: Floats) -> None:
         """Replaces the rows [n, dim] of `ids` (unique), which this place owns; slots stay, or begin where there is no
@@ -390,15 +391,6 @@ class Table:
         self.spec, self._slots = spec, [name for name, _ in spec.update.slots]
         self._gone.begin(self._step + 1)  # slots of all rows have changed, so the next save is a full one
         self._stored.renew_slots([value for _, value in spec.update.slots])
-
-    def _put(self, ids: Ids, steps: Array, arrays: list[Floats]) -> None:
-        positions = self._stored.find(ids)
-        missing = np.flatnonzero(positions < 0)
-        positions[missing] = self._stored.place(ids[missing])
-        self._stored.write(positions, arrays)
-        self._stored.stamps.array[positions] = steps + 1
-        self._step = max(self._step, int(steps.max()))
-        self._gone.begin(self._step + 1)  # what their owner has removed before is not known here
 
     def remove(self, ids: Ids) -> None:
         """Removes the rows of `ids` (unique), if they are here, for a restore: they are in no count, nor in `gone`."""

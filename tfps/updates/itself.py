@@ -11,18 +11,16 @@ from tfps.types import Optimizer, Value, Variable
 
 
 class UpdatesItself:
-    """What an optimizer knows of such a variable. `optimizer`: its own; None: whichever has its gradient."""
+    """What an optimizer knows of such a variable. `optimizer`: its own; None: whichever is given."""
 
     path: str
     optimizer: Optimizer | None
 
     def declare(self, optimizer: Optimizer) -> None:
-        """Says how it is updated, before any update; `optimizer` counts if it has none."""
-        raise NotImplementedError
+        """Says how it is updated, before any update."""
 
     def apply(self, gradient: Value, optimizer: Optimizer) -> None:
-        """Takes this replica's gradient, once declared; `optimizer` as there."""
-        raise NotImplementedError
+        """Takes this replica's gradient, once declared."""
 
 
 def others(variables: Sequence[Variable]) -> list[Variable]:

@@ -145,11 +145,11 @@ class PushedBucket:
                 target = push.region.target(piece.offset, piece.nbytes)
             yield owner, Outgoing(header, 0 if part is None else piece.nbytes, part, target=target)
 
-    def place(self, pserver: int, push: Push, header: Header, nbytes: int) -> memoryview | None:
-        """Where to receive a slice of the reply; None for a gather, which keeps its pieces, and for what is encoded."""
-        if self.spec.kind != "sum":
+    def memory(self, incoming: Incoming, header: Header, nbytes: int) -> memoryview | None:
+        """Where to receive a slice of a reply; None for a gather, which keeps its pieces, and for what is encoded."""
+        if (push := self._answered_by(incoming, header)) is None or self.spec.kind != "sum":
             return None
-        where = self._where(pserver, header, nbytes)
+        where = self._where(incoming.pserver, header, nbytes)
         if self.spec.codec is not None and not header.flags & WHOLE:
             return None
         out = self._arrives(push, header.index, where)
@@ -197,11 +197,6 @@ class PushedBucket:
                 push.without.setdefault(rank, []).append(index)
             whole = len(push.copied) == len(self.cutting.slices)
             return Reply(sum=push.buffer, ranks=push.ranks, step=push.step) if whole else None
-
-    def memory(self, incoming: Incoming, header: Header, nbytes: int) -> memoryview | None:
-        """Where to receive the payload of a frame; None: anywhere."""
-        push = self._answered_by(incoming, header)
-        return None if push is None else self.place(incoming.pserver, push, header, nbytes)
 
     def receive(self, incoming: Incoming, header: Header, payload: memoryview, place: Place | None) -> None:
         """Takes a frame of a reply, and gives the reply to whoever has pushed once it is complete."""

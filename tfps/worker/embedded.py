@@ -21,16 +21,16 @@ from tfps.exchange.interface import (
     Link,
     OnReply,
     Payload,
-    Prefetched,
     Reply,
+    Wait,
     as_bytes,
 )
 from tfps.exchange.kinds import ByKind
 from tfps.exchange.parameter_shard import Delta, ParameterShard
-from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows
+from tfps.exchange.requests import Assign, Load, Lookup, Request, RowUpdate, Save, SavedRows
 from tfps.exchange.update_spec import StepScalars
 from tfps.membership.view import View
-from tfps.tables.files import restored, write_shard
+from tfps.tables import files
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.trace.recorder import Recorder
@@ -122,38 +122,36 @@ class EmbeddedTables:
                 self._tables[bucket] = self._tables[spec.replaces]
                 self._tables[bucket].change(TableSpec.parse(spec.table))
 
-    def prefetch(self, request: Lookup) -> Prefetched | None:
+    def prefetch(self, request: Lookup) -> Wait | None:
         return None
 
     def lookup(self, request: Lookup, on_reply: OnReply) -> None:
-        if (end := self._failures.end) is not None:
-            on_reply(Reply(error=end))
-            return
-        with self._updating:
-            rows = self.table(request.table).lookup(request.ids)
-        on_reply(Reply(sum=rows.reshape(-1).view(np.uint8), ranks=(self._rank,), step=request.step))
+        self._answer(request, on_reply, lambda table: table.lookup(request.ids).reshape(-1).view(np.uint8))
 
     def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
-        if (end := self._failures.end) is not None:
-            on_reply(Reply(error=end))
-            return
-        with self._updating:
-            kept = self.table(request.table)
-            scalars = StepScalars.unpack(request.scalars, kept.spec.update)
-            kept.update([(request.ids, request.gradients)], scalars, request.step)
-        on_reply(Reply(sum=np.empty(0, np.uint8), ranks=(self._rank,), step=request.step))
+        def apply(table: Table) -> Array:
+            scalars = StepScalars.unpack(request.scalars, table.spec.update)
+            table.update([(request.ids, request.gradients)], scalars, request.step)
+            return np.empty(0, np.uint8)
+
+        self._answer(request, on_reply, apply)
+
+    def _answer(self, request: Request, on_reply: OnReply, answer: Callable[[Table], Array]) -> None:
+        reply = Reply(error=self._failures.end)
+        if reply.error is None:
+            with self._updating:
+                reply = Reply(sum=answer(self.table(request.table)), ranks=(self._rank,), step=request.step)
+        on_reply(reply)
 
     def save(self, request: Save) -> SavedRows:
-        folder, name = request.folder, request.name
-        found = write_shard(self.table(request.table), folder, name, since=request.since, lock=self._updating)
-        return SavedRows(found["step"], found["rows"], found["nbytes"], found["since"] is None)
+        return files.save(self.table(request.table), request, self._updating)
 
     def load(self, request: Load) -> SavedRows:
         kept = self.table(request.table)
         with self._updating:
-            found = restored(kept, request.folders, request.name, request.seed)
+            found = files.load(kept, request)
             kept.follow(request.step)
-        return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
+        return found
 
     def assign(self, request: Assign) -> None:
         with self._updating:

@@ -23,7 +23,6 @@ from tfps.worker.bucket import Failed, Push, PushedBucket
 from tfps.worker.table_bucket import TableBucket
 
 # How the bucket of a declaration is made.
-_MADE: ByKind[Callable[[BucketSpec, int, Placer, View], PushedBucket]]
 _MADE = ByKind(sum=PushedBucket.new, gather=PushedBucket.new, table=TableBucket.new)
 
 

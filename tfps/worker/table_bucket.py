@@ -21,9 +21,9 @@ from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply
 from tfps.exchange.layout import Cutting, Placer
 from tfps.exchange.requests import Ids, Lookup, RowUpdate
 from tfps.membership.view import View
+from tfps.tables.messages import decode_rows, decode_some, encode_ids, encode_push, rows_of_frame
 from tfps.tables.spec import TableSpec
 from tfps.wire.frames import ASK, EMPTY, LAST, WHOLE, Header, Kind
-from tfps.wire.rows import decode_rows, decode_some, encode_ids, encode_push, rows_of_frame
 from tfps.wire.send_queue import Outgoing
 from tfps.wire.shared_memory import Place, aligned_empty
 from tfps.worker.bucket import Incoming, Push, PushedBucket
@@ -37,7 +37,7 @@ Frames = list[tuple[int, Outgoing]]  # each with the pserver that it goes to
 
 @dataclass(eq=False, slots=True)
 class LookedUp:
-    """A lookup, for all its frames; a `Prefetched`."""
+    """A lookup, for all its frames."""
 
     bucket: TableBucket
     step: int
@@ -66,7 +66,6 @@ class _Frame:
     """One frame of it."""
 
     rows: LookedUp
-    step: int
     pserver: int
     places: NDArray[np.intp]  # of its ids among those asked for
     left: NDArray[np.bool_] | None = None  # which have not come, if some have
@@ -88,24 +87,19 @@ class TableBucket(PushedBucket):
 
     def lookup(self, request: Lookup, failures: FailureState) -> tuple[LookedUp, Frames]:
         """Begins a lookup that nobody waits for yet; no frames: there are no rows. Caller holds the lock, and sends."""
-        dim, ids, step = self.table.dim, request.ids, request.step
+        dim, ids, step, attempt = self.table.dim, request.ids, request.step, request.attempt % 2**16
         rows = aligned_empty(4 * dim * len(ids)).view(np.float32).reshape(len(ids), dim)
         found, frames = LookedUp(self, step, failures, rows), Frames()
         flags = ASK | (0 if request.trains else EMPTY)
-        for pserver, places in self.by_owner(ids):
-            pieces = range(0, len(places), rows_of_frame(dim)) if len(places) else range(1)
-            for begin in pieces:
-                own = places[begin : begin + rows_of_frame(dim)]
-                if not len(own) and not request.complete:
-                    continue  # only all owners together must know that it is complete
-                last = LAST if request.complete and begin == pieces[-1] else 0
-                index = FIRST_ASKED + next(self._indices) % _MOST_ASKED
-                self._frames[index] = _Frame(found, step, pserver, own)
-                found.left += 1
-                header = Header(Kind.PUSH, flags | last, request.table, index, self.spec.priority, step)
-                payload = memoryview(encode_ids(ids[own]))
-                outgoing = Outgoing(header._replace(generation=request.attempt % 2**16), len(payload), payload)
-                frames.append((pserver, outgoing))
+        for pserver, _, own, last in self._pieces(ids):
+            if not len(own) and not request.complete:
+                continue  # only all owners together must know that it is complete
+            index = FIRST_ASKED + next(self._indices) % _MOST_ASKED
+            self._frames[index] = _Frame(found, pserver, own)
+            found.left += 1
+            own_flags, payload = flags | (last if request.complete else 0), memoryview(encode_ids(ids[own]))
+            header = Header(Kind.PUSH, own_flags, request.table, index, self.spec.priority, step, generation=attempt)
+            frames.append((pserver, Outgoing(header, len(payload), payload)))
         return found, frames
 
     def apply(self, request: RowUpdate, on_reply: OnReply) -> Frames:
@@ -116,17 +110,20 @@ class TableBucket(PushedBucket):
         push = Push(None, on_reply)
         self._added[step] = push, set(self.cutting.owners)
         self.steps = max(self.steps, step + 1)
-        for pserver, places in self.by_owner(ids):
-            pieces = range(0, len(places), rows_of_frame(self.table.dim)) if len(places) else range(1)
-            for index, begin in enumerate(pieces):
-                own = places[begin : begin + rows_of_frame(self.table.dim)]
-                encoded = encode_push(request.scalars, ids[own], request.gradients[own], self.spec.codec)
-                payload = memoryview(encoded)
-                flags = LAST if begin == pieces[-1] else 0
-                header = Header(Kind.PUSH, flags, request.table, index, self.spec.priority, step)
-                frames.append((pserver, Outgoing(header, len(payload), payload)))
+        for pserver, index, own, last in self._pieces(ids):
+            payload = memoryview(encode_push(request.scalars, ids[own], request.gradients[own], self.spec.codec))
+            header = Header(Kind.PUSH, last, request.table, index, self.spec.priority, step)
+            frames.append((pserver, Outgoing(header, len(payload), payload)))
         self.begin(push, step)
         return frames
+
+    def _pieces(self, ids: Ids) -> Iterator[tuple[int, int, NDArray[np.intp], int]]:
+        """For each frame its pserver, its number among those of that, the places of its ids, and LAST for the last."""
+        most = rows_of_frame(self.table.dim)
+        for pserver, places in self.by_owner(ids):
+            count = max(-(-len(places) // most), 1)
+            for number in range(count):
+                yield pserver, number, places[number * most : (number + 1) * most], LAST * (number == count - 1)
 
     def by_owner(self, ids: Ids) -> Iterator[tuple[int, NDArray[np.intp]]]:
         """Each pserver and the places of its ids, in ascending order of ids."""
@@ -175,7 +172,7 @@ class TableBucket(PushedBucket):
             if header.index < FIRST_ASKED:
                 return self._applied(pserver, header, ranks)
             frame = self._frames.get(header.index)
-            if frame is None or frame.pserver != pserver or frame.step != header.step:
+            if frame is None or frame.pserver != pserver or frame.rows.step != header.step:
                 if self.current is None:  # a failure has answered
                     return None
                 raise ProtocolError(

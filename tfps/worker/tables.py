@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from tfps.config import Config
-from tfps.exchange.interface import FailureState, OnReply, Prefetched, Reply, Tables
+from tfps.exchange.interface import FailureState, OnReply, Reply, Tables, Wait
 from tfps.exchange.requests import Assign, Load, Lookup, Request, RowUpdate, Save, SavedRows
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument
@@ -42,18 +42,18 @@ class WorkerTables:
         if (trial := self._trial) is not None:
             trial.lookup(request, on_reply)
         else:
-            self._begin(request).wait(on_reply)
+            self._begin(request)(on_reply)
 
-    def prefetch(self, request: Lookup) -> Prefetched | None:
+    def prefetch(self, request: Lookup) -> Wait | None:
         return self._begin(request) if self._trial is None else None
 
-    def _begin(self, request: Lookup) -> Prefetched:
+    def _begin(self, request: Lookup) -> Wait:
         target = self._pushes.table(request.table)
         with target.lock:  # as in `Pushes.put`
             rows, frames = target.lookup(request, self._failures)
             if self._failures.end is None:
                 self._pushes.send(frames)
-        return rows
+        return rows.wait
 
     def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
         if (trial := self._trial) is not None:
@@ -109,6 +109,5 @@ class WorkerTables:
 
 
 def _together(found: Sequence[Argument]) -> SavedRows:
-    return SavedRows(
-        max(each.step for each in found), sum(each.rows for each in found), sum(each.nbytes for each in found)
-    )
+    steps, rows, nbytes = zip(*((each.step, each.rows, each.nbytes) for each in found), strict=True)
+    return SavedRows(max(steps), sum(rows), sum(nbytes))

@@ -86,7 +86,7 @@ def _filled(work: Work) -> tuple[Table, dict[str, Json]]:
         began_s = time.perf_counter()
         table.update([(ids, gradients[: len(ids)])], _SCALARS, begin)
         took.append(time.perf_counter() - began_s)
-    nbytes = table.stats().nbytes
+    nbytes = table.stats().memory_bytes
     return table, {
         "rows": work.rows,
         "bounded": work.bounded,

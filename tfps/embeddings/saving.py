@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tfps.embeddings.variable import TableVariable, all_tables, tables_of, update_spec
 from tfps.errors import ConfigError, UnsupportedError
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
@@ -32,7 +33,6 @@ from tfps.keras_hooks.checkpoint import (
     restores_alone,
     saved_beside,
 )
-from tfps.policies.table_variable import TableVariable, all_tables, tables_of, update_spec
 from tfps.tables.files import saved_update
 from tfps.types import Argument, Json, Model, Optimizer
 
@@ -87,7 +87,7 @@ def _saved(model: Model, filepath: StrPath) -> Iterator[None]:
     references = {
         id(table): f"{identity}/{names[id(table)]}" if table.table.spec is not None else "" for table in tables
     }
-    first = _is_first(tables)
+    first = all(each.strategy is None or each.strategy.rank == 0 for each in tables)
     for table in tables if first else ():
         if table.table.spec is not None:
             table.table.save(str(folder.absolute()), names[id(table)])
@@ -106,7 +106,7 @@ def _loaded(model: Model, filepath: StrPath) -> None:
         if reference := table.table.awaits:
             if reference.startswith(_NO_ROWS):
                 seed = reference.removeprefix(_NO_ROWS)
-                table.table.restore([], "", reference, alone=restores_alone.get(), seed=seed)
+                table.table.load([], "", reference, alone=restores_alone.get(), seed=seed)
                 continue
             path = _local(filepath)
             identity, _, name = reference.partition("/")
@@ -141,7 +141,7 @@ def _restore(
         known = table.optimizer is not None or optimizer is not None
         update = _update_of(table, optimizer) if known else saved_update(folders[-1], name)
         table.table.declare(table.spec(update))
-    table.table.restore([str(each.absolute()) for each in folders], name, identity, alone=restores_alone.get())
+    table.table.load([str(each.absolute()) for each in folders], name, identity, alone=restores_alone.get())
 
 
 def _update_of(table: TableVariable, optimizer: Optimizer) -> UpdateSpec:
@@ -242,10 +242,6 @@ def _identity(tables: Sequence[TableVariable]) -> str:
         state = sum(each.table.step for each in tables)
     changes, numbers = sum(each.table.changes for each in tables), sum(each.table.number for each in tables)
     return f"{run}-{state}-{changes}-{numbers}"
-
-
-def _is_first(tables: Sequence[TableVariable]) -> bool:
-    return all(each.strategy is None or each.strategy.rank == 0 for each in tables)
 
 
 def _local(filepath: StrPath) -> Path:

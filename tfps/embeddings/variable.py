@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfps.config import Config
+from tfps.embeddings.host import HostTable
 from tfps.errors import UnsupportedError
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
@@ -27,7 +28,6 @@ from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gr
 from tfps.graph.tf_private import identities, in_xla, ops
 from tfps.policies.remote_optimizers import READINGS, Reading, step_scalars
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.tables import HostTable
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
 from tfps.trace.recorder import Recorder
@@ -143,7 +143,7 @@ class TableVariable(keras.Variable, UpdatesItself):
         if self.table.spec is None:  # its optimizer may not be known yet: it is declared again then
             plain = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (self.dim,), (False,))
             self.table.declare(self.spec(plain if self.optimizer is None else update_spec(self.optimizer, self.dim)))
-        self.table.put_rows(ids, rows)
+        self.table.assign(ids, rows)
 
     def apply(self, gradient: Value, optimizer: Optimizer) -> None:
         """Sends it to the owners of the rows."""
@@ -197,11 +197,11 @@ def tables_of(model: Model) -> list[TableVariable]:
     return [known[id(each)] for each in model.variables if id(each) in known]
 
 
-def foresee(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[Structure]) -> None:
+def prefetch(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[Structure]) -> None:
     """Asks for the rows of a batch that has just been staged. Called by a thread that stages."""
     if (own := strategy()) is not None:
         for variable in all_tables(own):
-            variable.table.foresee(batches)
+            variable.table.prefetch(batches)
 
 
 def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:

@@ -3,7 +3,7 @@
 Ids go sorted, as the first one and the differences of neighbours in 1, 2, 4 or 8 bytes, whatever the largest needs: a
 batch of ids from a million takes 1 or 2 bytes for each, instead of 8.
 
-Tested in tests/wire/test_rows.py.
+Tested in tests/tables/test_messages.py.
 """
 
 from __future__ import annotations
