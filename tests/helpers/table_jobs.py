@@ -6,6 +6,7 @@ import numpy as np
 from jobs import Pending
 
 from tfps.exchange.interface import BucketSpec, Exchange
+from tfps.exchange.requests import Lookup, RowUpdate
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
@@ -34,12 +35,13 @@ def ids_of(*ids: int) -> Array:
 def asked(exchange: Exchange, table: int, ids: Array, step: int) -> Pending:
     """Asks, for the last time in `step`, for rows that may get gradients in it."""
     pending = Pending()
-    exchange.tables.ask(table, ids, step, pending, trains=True, complete=True)
+    exchange.tables.lookup(Lookup(table, step, ids, trains=True, complete=True), pending)
     return pending
 
 
 def added(exchange: Exchange, table: int, ids: Array, step: int) -> Pending:
     """Adds gradients of ones."""
     pending = Pending()
-    exchange.tables.add(table, ids, np.ones((len(ids), DIM), np.float32), step, SCALARS.pack(), pending)
+    ones = np.ones((len(ids), DIM), np.float32)
+    exchange.tables.apply(RowUpdate(table, step, ids, ones, SCALARS.pack()), pending)
     return pending

@@ -19,9 +19,9 @@ import tensorflow as tf
 from keras_versions import KERAS_3_8
 
 import tfps
+from tfps.embeddings.variable import TableVariable
 from tfps.errors import UnsupportedError
 from tfps.layers import DistributedEmbedding, FeatureConfig, TableConfig
-from tfps.policies.table_variable import TableVariable
 from tfps.types import Argument, Array, Layer, Model, Optimizer, Options, Structure, Value
 
 ROWS, WIDTH, IDS, DIM = 5, 4, 20, 6

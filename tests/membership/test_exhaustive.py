@@ -161,7 +161,7 @@ class Worker(Part):
         super().__init__()
         self.rank, self.program = rank, program
         placer = Placer(ALL.pservers, "round_robin")
-        self.buckets = [PushedBucket.new(spec, 1024, placer, WORKERS) for spec in SPECS]
+        self.buckets = [PushedBucket.new(spec, 1024, placer, ALL) for spec in SPECS]
         ends = FailureState()
         self.incoming = [
             Incoming(index, self.buckets, ends, RECORDER, self._start_next, print, self._missing, range(WORKERS))

@@ -14,10 +14,11 @@ from tfps.errors import ConfigError, MismatchError
 from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
+from tfps.exchange.staleness import StalenessBound
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import RankSets, View
 from tfps.pserver import shard as shard_module
-from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
+from tfps.pserver.async_slice import AsyncSlice, RankScalars
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import Answer, Push
 from tfps.trace.recorder import Recorder

@@ -18,8 +18,9 @@ from tfps.pserver.console import table as shown
 from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
 from tfps.pserver.table_slice import TableSlice
+from tfps.tables.messages import encode_ids, encode_push
+from tfps.tables.rounds import Traffic
 from tfps.tables.table import Table
-from tfps.wire.rows import encode_ids, encode_push
 
 ADMITS = described(admit_after=2, max_rows=6, expire_after=3)
 
@@ -57,25 +58,13 @@ def test_a_status_says_what_each_table_has_and_what_became_of_what_was_asked_and
         reference.update([(ids_of(*ids), np.ones((len(ids), DIM), np.float32)) for ids in parts], SCALARS, step)
         per_step.append(len({each for ids in parts for each in ids}))
     found = reference.stats()
-    assert min(found.made, found.evicted, found.expired, found.refused) > 0, "or the test says nothing of it"
+    assert min(found) > 0, "or the test says nothing of it"
     rows = sum(len(ids) for parts in steps for ids in parts)
-    user = pb.TableStatus(
-        bucket=0,
-        name="user",
-        rows=found.rows,
-        memory_bytes=found.nbytes,
-        updates=len(steps),
-        asked_rows=rows,
-        gradient_rows=rows,
-        updated_rows=sum(per_step),
-        made_rows=found.made,
-        evicted_rows=found.evicted,
-        expired_rows=found.expired,
-        refused_rows=found.refused,
-    )
+    traffic = Traffic(rows, 0, rows, len(steps), sum(per_step))
+    user = pb.TableStatus(bucket=0, name="user", **found._asdict(), **dataclasses.asdict(traffic))
     assert list(server.status().tables) == [
         user,
-        pb.TableStatus(bucket=1, name="item", memory_bytes=Table(described()).stats().nbytes),
+        pb.TableStatus(bucket=1, name="item", memory_bytes=Table(described()).stats().memory_bytes),
     ]
     samples = scraped(server, cluster)
     for field in pb.TableStatus.DESCRIPTOR.fields:
@@ -84,7 +73,7 @@ def test_a_status_says_what_each_table_has_and_what_became_of_what_was_asked_and
             assert samples[f"tfps_table_{field.name}{total}", "user"] == getattr(user, field.name)
     rates = table_rates(None, user)
     assert rates.updated_rows_per_update == np.mean(per_step)
-    assert rates.admitted == 1 - found.refused / sum(per_step)
+    assert rates.admitted == 1 - found.refused_rows / sum(per_step)
     # A step later the table shows what is new alone.
     before = server.status()
     asked(second, 0, ids_of(5, 6, 100), 6).wait()
@@ -138,7 +127,7 @@ def test_what_members_send_and_get_counts_rows_and_a_late_rank_has_the_wait_for_
     slice_ = server._job._shard.buckets[0].slices[0]
     assert isinstance(slice_, TableSlice)
     with slice_.lock:
-        slice_._steps[1].added[1].came_ns -= 10**12  # as if it had come so much earlier
+        slice_.rounds._steps[1].added[1].came_ns -= 10**12  # as if it had come so much earlier
     assert [member.awaited_slices for member in server.status().members] == [1, 0]
     added(workers[0], 0, ids[0], 1).wait()
     first.wait()

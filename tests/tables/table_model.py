@@ -113,11 +113,11 @@ class Pservers:
             own = [(ids, gradients, self._owners(ids) == place) for ids, gradients in arrays]
             table.update([(ids[of], gradients[of]) for ids, gradients, of in own], scalars_of(self.spec), step)
 
-    def pull(self, ids: Sequence[int]) -> np.ndarray:
+    def lookup(self, ids: Sequence[int]) -> np.ndarray:
         pulled = np.full((len(ids), self.spec.dim), np.nan, np.float32)
         for place, table in enumerate(self.tables):
             own = self._owners(int64(ids)) == place
-            pulled[own] = table.pull(int64(ids)[own])
+            pulled[own] = table.lookup(int64(ids)[own])
         return pulled
 
 

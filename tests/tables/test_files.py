@@ -175,10 +175,10 @@ def test_another_table_is_refused(tmp_path: Path, spec: TableSpec, message: str)
 
 
 def test_rows_of_another_rule_are_read_and_their_slots_begin_anew(tmp_path: Path) -> None:
-    rows = saved(tmp_path, SPEC, 1)[0].pull(np.arange(40))
+    rows = saved(tmp_path, SPEC, 1)[0].lookup(np.arange(40))
     table = Table(spec_of("adam", 3))
     assert files.read_table(table, tmp_path, "user")["slots"] == 0
-    assert table.pull(np.arange(40)).tobytes() == rows.tobytes()
+    assert table.lookup(np.arange(40)).tobytes() == rows.tobytes()
     for chunk in table.chunks():
         assert not np.any(chunk.arrays[1:])
 
@@ -186,17 +186,17 @@ def test_rows_of_another_rule_are_read_and_their_slots_begin_anew(tmp_path: Path
 def test_ids_without_a_row_go_on_reading_as_they_did(tmp_path: Path) -> None:
     (table,) = saved(tmp_path, SPEC, 1)
     other = Table(spec_of("adagrad", 3, seed=8))
-    assert other.pull(int64([-5])).tobytes() != table.pull(int64([-5])).tobytes()
+    assert other.lookup(int64([-5])).tobytes() != table.lookup(int64([-5])).tobytes()
     files.read_table(other, tmp_path, "user")
-    assert other.pull(int64([-5])).tobytes() == table.pull(int64([-5])).tobytes()
+    assert other.lookup(int64([-5])).tobytes() == table.lookup(int64([-5])).tobytes()
     assert other.spec == SPEC
 
 
 def test_a_table_whose_rule_changes_is_saved_in_full(tmp_path: Path) -> None:
     (table,) = saved(tmp_path / "1", SPEC, 1)
-    rows, spec = table.pull(np.arange(40)), spec_of("adam", 3)
+    rows, spec = table.lookup(np.arange(40)), spec_of("adam", 3)
     table.change(spec)
-    assert table.pull(np.arange(40)).tobytes() == rows.tobytes()
+    assert table.lookup(np.arange(40)).tobytes() == rows.tobytes()
     table.update([(int64([1]), np.ones((1, 3), np.float32))], scalars_of(spec), 1)
     assert files.write_shard(table, tmp_path / "2", "user", since=0)["since"] is None
     read = Table(spec)

@@ -83,14 +83,14 @@ class Run:
 
     def check(self) -> None:
         wanted = np.array([self.models[self.owner(id_)].read(id_) for id_ in self.pool])
-        assert self.pservers.pull(self.pool).tobytes() == wanted.tobytes()
+        assert self.pservers.lookup(self.pool).tobytes() == wanted.tobytes()
         assert dump(self.pservers.tables) == states(self.models)
 
     def check_counts(self) -> None:
         for table, model in zip(self.pservers.tables, self.models, strict=True):
             table.sweep()
             found = table.stats()
-            assert (found.rows, found.made, found.evicted, found.expired, found.refused) == (
+            assert (found.rows, found.made_rows, found.evicted_rows, found.expired_rows, found.refused_rows) == (
                 len(model.rows), model.made, model.evicted, model.expired, model.refused
             )  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_how_many_pservers_there_are_changes_no_bit(rows: int | None) -> None:
             pservers.update(parts, step)
         stats = [table.stats().rows for table in pservers.tables]
         assert min(stats) > 0.9 * max(stats)
-        pulled.append((pservers.pull(ids.tolist()).tobytes(), sum(stats)))
+        pulled.append((pservers.lookup(ids.tolist()).tobytes(), sum(stats)))
     assert pulled[0] == pulled[1] == pulled[2]
 
 
@@ -199,17 +199,17 @@ def test_a_gradient_of_one_rank_is_not_added_to_anything() -> None:
     # -0.0 - 0.5 * 0.0 is -0.0, and 0.0 with a gradient of -0.0, which 0.0 + -0.0 is not.
     gradients = np.array([[0.0], [-0.0]], np.float32)
     table.update([(int64([5, 6]), gradients), (int64([7]), np.ones((1, 1), np.float32))], scalars_of(spec), 1)
-    assert np.signbit(table.pull(int64([5, 6]))).ravel().tolist() == [True, False]
+    assert np.signbit(table.lookup(int64([5, 6]))).ravel().tolist() == [True, False]
 
 
 def test_a_pull_changes_nothing_and_takes_no_memory() -> None:
     table = Table(spec_of(rows=None))
     before = table.stats()
-    first = table.pull(int64([*EXTREMES, 5, 5]))
+    first = table.lookup(int64([*EXTREMES, 5, 5]))
     assert table.stats() == before
-    assert first.tobytes() == table.pull(int64([*EXTREMES, 5, 5])).tobytes()
+    assert first.tobytes() == table.lookup(int64([*EXTREMES, 5, 5])).tobytes()
     first[:] = 0  # a copy
-    assert table.pull(int64([5])).any()
+    assert table.lookup(int64([5])).any()
 
 
 def test_rows_keep_their_values_while_a_table_grows_and_takes_few_bytes_more_than_they_have() -> None:
@@ -217,19 +217,19 @@ def test_rows_keep_their_values_while_a_table_grows_and_takes_few_bytes_more_tha
     table, random = Table(spec), np.random.default_rng(1)
     ids = random.integers(-(2**63), 2**63 - 1, 300_000)
     table.update([(ids[:1000], np.ones((1000, 16), np.float32))], scalars_of(spec), 0)
-    kept = table.pull(ids[:1000])
+    kept = table.lookup(ids[:1000])
     for begin in range(1000, ids.size, 13_000):
         some = ids[begin : begin + 13_000]
         table.update([(some, np.ones((some.size, 16), np.float32))], scalars_of(spec), 1)
         found = table.stats()
         assert found.rows == begin + some.size
         if found.rows > 10_000:
-            assert found.nbytes / found.rows - spec.row_bytes <= 24
-    assert table.pull(ids[:1000]).tobytes() == kept.tobytes()
+            assert found.memory_bytes / found.rows - spec.row_bytes <= 24
+    assert table.lookup(ids[:1000]).tobytes() == kept.tobytes()
     # Initial accumulator 0.1, learning rate 0.5.
     initial = spec.initial.values(spec.seed, ids, 16)
     wanted = initial - np.float32(0.5) / np.sqrt(np.float32(0.1) + np.float32(1) + np.float32(1e-7))
-    np.testing.assert_allclose(table.pull(ids), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(table.lookup(ids), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_table_of_which_rows_come_and_go_does_not_grow() -> None:
@@ -239,7 +239,7 @@ def test_a_table_of_which_rows_come_and_go_does_not_grow() -> None:
     for step in range(200):
         ids = np.arange(step * 1000, step * 1000 + 1000)
         table.update([(ids, np.ones((1000, 2), np.float32))], scalars_of(spec), step)
-        sizes.append(table.stats().nbytes)
+        sizes.append(table.stats().memory_bytes)
     assert table.stats().rows <= 3000
     # What goes is remembered for incremental saves, at most 64 Ki ids.
     assert max(sizes) <= 8 * 2**16 + 4 * sizes[5]
@@ -254,12 +254,12 @@ def test_rows_of_a_fixed_table_that_nothing_was_written_to_take_no_memory() -> N
     spec = spec_of("adagrad", 128, rows=2**27)  # 128 GiB with slots
     before = resident_bytes()
     table = Table(spec)
-    empty = table.stats().nbytes
+    empty = table.stats().memory_bytes
     ids = np.arange(0, 2**27, 2**17)
     table.update([(ids, np.ones((ids.size, 128), np.float32))], scalars_of(spec), 0)
-    table.pull(np.arange(2**26, 2**26 + 2**14))
+    table.lookup(np.arange(2**26, 2**26 + 2**14))
     assert resident_bytes() - before < 2**26
-    assert ids.size * spec.row_bytes <= table.stats().nbytes - empty < 2**26
+    assert ids.size * spec.row_bytes <= table.stats().memory_bytes - empty < 2**26
     assert list(dump([table])) == ids.tolist()
 
 
@@ -308,9 +308,9 @@ def test_bad_pulls_places_and_chunks_are_refused() -> None:
     spec = spec_of(rows=10)
     table = Table(spec, 0, 2, "user")
     with pytest.raises(ProtocolError, match="got 11"):
-        table.pull(int64([2, 11]))
+        table.lookup(int64([2, 11]))
     with pytest.raises(ProtocolError, match="got 3 of place 1"):
-        table.pull(int64([2, 3]))
+        table.lookup(int64([2, 3]))
     for place, count in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ConfigError, match=f"place of table must be .* got {place} and {count}"):
             Table(spec, place, count)
@@ -336,15 +336,15 @@ def test_rows_that_are_put_keep_their_slots_unless_past_their_time() -> None:
     table = Table(spec)
     table.update([(int64([1, 2]), np.ones((2, 3), np.float32))], scalars_of(spec), 0)
     table.update([(int64([2]), np.ones((1, 3), np.float32))], scalars_of(spec), 29)
-    table.advance(30)  # the first row is past its time, and not yet swept
+    table.update([], scalars_of(spec), 30)  # the first row is past its time, and not yet swept
     slots = [dump([table])[2][1][1], np.full(3, 0.1, np.float32).tobytes()]
-    table.put(int64([2, 1, 3]), np.arange(9, dtype=np.float32).reshape(3, 3))
-    assert table.pull(int64([1, 2, 3])).tolist() == [[3, 4, 5], [0, 1, 2], [6, 7, 8]]
+    table.assign(int64([2, 1, 3]), np.arange(9, dtype=np.float32).reshape(3, 3))
+    assert table.lookup(int64([1, 2, 3])).tolist() == [[3, 4, 5], [0, 1, 2], [6, 7, 8]]
     found = dump([table])
     assert [found[id_][1][1] for id_ in (2, 1, 3)] == [slots[0], slots[1], slots[1]]
     assert {step for step, _ in found.values()} == {30}
     with pytest.raises(ProtocolError, match="unique, got 4 more than once"):
-        table.put(int64([4, 4]), np.ones((2, 3), np.float32))
+        table.assign(int64([4, 4]), np.ones((2, 3), np.float32))
 
 
 def test_only_rows_of_the_step_or_later_are_in_chunks_since_it() -> None:
@@ -369,7 +369,7 @@ def test_updates_between_chunks_lose_no_row_that_stays() -> None:
         stay &= set(dump([table]))
         other += 300
     assert len(found) > 4000 - 500  # also rows that have taken the place of others
-    assert table.stats().evicted > 1000
+    assert table.stats().evicted_rows > 1000
     assert len(set(found)) == len(found)
     assert len(stay) > 1000
     assert stay <= set(found)

@@ -15,7 +15,8 @@ from moving_tables import IDS, SCALARS, SPEC, TABLE
 
 from tfps.config import Config, Security
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
-from tfps.exchange.interface import BucketSpec, Foreseen
+from tfps.exchange.interface import BucketSpec, Wait
+from tfps.exchange.requests import Assign, Lookup, RowUpdate
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
@@ -24,7 +25,7 @@ from tfps.recovery.exchange import ElasticExchange
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.types import Argument, Array
-from tfps.worker.client import PserverClient
+from tfps.worker.tables import WorkerTables
 
 pytestmark = moving.PATHS
 
@@ -46,7 +47,7 @@ class Training(moving.Job):
         super().__init__(cluster, pservers=pservers, config=config)
         self.table, self.number, self.steps = Table(spec), TABLE, 0
         self.declare([bucket(spec)])
-        self.foreseen: list[tuple[Array, Foreseen | None]] = []
+        self.foreseen: list[tuple[Array, Wait | None]] = []
 
     def draw(self, count: int | None = None) -> Array:
         size = int(self.random.integers(0, 30)) if count is None else count
@@ -54,14 +55,17 @@ class Training(moving.Job):
 
     def ask(self, worker: ElasticExchange, ids: Array, step: int, **options: Argument) -> Pending:
         pending = Pending()
-        worker.tables.ask(self.number, ids, step, pending, **options)
+        worker.tables.lookup(Lookup(self.number, step, ids, **options), pending)
         return pending
 
     def foresee(self) -> None:
         """All ask for the rows of the next step."""
         ids = [self.draw() for _ in self.workers]
-        asked = zip(self.workers, ids, strict=True)
-        self.foreseen = [(each, worker.tables.foresee(self.number, each, self.steps + 1)) for worker, each in asked]
+        asked = [
+            (worker, Lookup(self.number, self.steps + 1, each, trains=True))
+            for worker, each in zip(self.workers, ids, strict=True)
+        ]
+        self.foreseen = [(each.ids, worker.tables.prefetch(each)) for worker, each in asked]
 
     def look_up(self) -> list[Array]:
         """All read rows as they should be; returns their ids."""
@@ -72,18 +76,18 @@ class Training(moving.Job):
             if foreseen is None:
                 pending = self.ask(worker, ids, self.steps, trains=True, complete=True)
             else:
-                foreseen.wait(pending := Pending())
+                foreseen(pending := Pending())
                 self.ask(worker, ids[:0], self.steps, trains=True, complete=True)
             self.check_rows(pending, ids)
         return [ids for ids, _ in found]
 
     def check_rows(self, pending: Pending, ids: Array) -> None:
         rows = np.asarray(pending.wait().sum).view(np.float32).reshape(-1, 3)
-        np.testing.assert_array_equal(rows, self.table.pull(ids))
+        np.testing.assert_array_equal(rows, self.table.lookup(ids))
 
     def add(self, worker: ElasticExchange, ids: Array, gradients: Array) -> Pending:
         pending = Pending()
-        worker.tables.add(self.number, ids, gradients, self.steps, SCALARS.pack(), pending)
+        worker.tables.apply(RowUpdate(self.number, self.steps, ids, gradients, SCALARS.pack()), pending)
         return pending
 
     def begin_step(self, workers: int = 3) -> tuple[list[Pending], list[tuple[Array, Array]]]:
@@ -110,9 +114,9 @@ class Training(moving.Job):
 
     def put(self, ids: Array, rows: Array, identity: str) -> None:
         """All replace rows."""
-        arguments = self.number, self.steps, ids, rows, identity
-        together(*(functools.partial(worker.tables.put_rows, *arguments) for worker in self.workers))
-        self.table.put(ids, rows)
+        request = Assign(self.number, self.steps, ids, rows, identity)
+        together(*(functools.partial(worker.tables.assign, request) for worker in self.workers))
+        self.table.assign(ids, rows)
 
     def check_all(self) -> None:
         """All workers read all rows as they should be."""
@@ -266,13 +270,13 @@ def test_rows_that_only_some_have_replaced_end_the_job_by_name(
         kept = worker.core.buckets[TABLE].log
         return kept is not None and 4 in kept.snapshots and kept.snapshots[4].assigned == 1
 
-    def lose(self: PserverClient, *arguments: Argument) -> None:
+    def lose(self: WorkerTables, *arguments: Argument) -> None:
         poll(lambda: all(map(have_replaced, job.workers[1:])))
         job.lose(0)
         raise PserverLostError("lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PserverClient, "save_rows", lose)
+        patch.setattr(WorkerTables, "save", lose)
         rows = np.ones((len(IDS), 3), np.float32)
         with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept of 'user'"):
             job.put(IDS, rows, "1")

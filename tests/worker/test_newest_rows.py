@@ -14,6 +14,7 @@ from moving_tables import IDS, SCALARS, SPEC, TABLE
 
 from tfps.config import Config, Security
 from tfps.exchange.interface import BucketSpec
+from tfps.exchange.requests import Assign, Lookup, RowUpdate
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.exchange import ElasticExchange
@@ -52,13 +53,13 @@ class Training(moving.Job):
 
     def ask(self, worker: ElasticExchange, ids: Array, **options: Argument) -> Pending:
         pending = Pending()
-        worker.tables.ask(TABLE, ids, self.steps[worker.rank], pending, **options)
+        worker.tables.lookup(Lookup(TABLE, self.steps[worker.rank], ids, **options), pending)
         return pending
 
     def add(self, worker: ElasticExchange, ids: Array, gradients: Array) -> Pending:
         pending, step = Pending(), self.steps[worker.rank]
         self.steps[worker.rank] += 1
-        worker.tables.add(TABLE, ids, gradients, step, SCALARS.pack(), pending)
+        worker.tables.apply(RowUpdate(TABLE, step, ids, gradients, SCALARS.pack()), pending)
         return pending
 
     def save(self) -> None:
@@ -85,7 +86,7 @@ class Training(moving.Job):
 
     def check_rows(self, pending: Pending, ids: Array) -> None:
         rows = np.asarray(pending.wait().sum).view(np.float32).reshape(-1, 3)
-        np.testing.assert_array_equal(rows, self.table.pull(ids))
+        np.testing.assert_array_equal(rows, self.table.lookup(ids))
 
     def check_all(self) -> None:
         for worker in self.workers:
@@ -178,11 +179,11 @@ def test_replaced_rows_are_in_a_snapshot(cluster: Cluster, tmp_path: Path) -> No
         ids = np.sort(job.draw())
         rows = np.full((len(ids), 3), 1.0 + number, np.float32)
         calls = [
-            functools.partial(each.tables.put_rows, TABLE, job.steps[each.rank], ids, rows, f"{number}")
+            functools.partial(each.tables.assign, Assign(TABLE, job.steps[each.rank], ids, rows, f"{number}"))
             for each in job.workers
         ]
         together(*calls)
-        job.table.put(ids, rows)
+        job.table.assign(ids, rows)
         job.save()
         job.train(*range(WORKERS))
         job.lose(0)

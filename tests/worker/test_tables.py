@@ -12,14 +12,15 @@ from jobs import CONFIG, Cluster, Pending, declare, poll
 
 from tfps.errors import ConfigError, MismatchError, ProtocolError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, Exchange, Reply
+from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import server
 from tfps.pserver.table_slice import TableSlice
+from tfps.tables import messages
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.types import Argument, Array
-from tfps.wire import rows as wire_rows
 from tfps.worker.embedded import EmbeddedExchange
 
 ADAGRAD = UpdateSpec("adagrad", (("epsilon", 1e-7),), (("accumulator", 0.1),), (3,), (False,))
@@ -49,7 +50,7 @@ def ids_of(*ids: int) -> Array:
 
 def asked(exchange: Exchange, ids: Array, step: int, *, trains: bool = False, complete: bool = False) -> Pending:
     pending = Pending()
-    exchange.tables.ask(0, ids, step, pending, trains=trains, complete=complete)
+    exchange.tables.lookup(Lookup(0, step, ids, trains, complete), pending)
     return pending
 
 
@@ -59,7 +60,7 @@ def rows_of(reply: Reply) -> Array:
 
 def added(exchange: Exchange, ids: Array, gradients: Array, step: int, scalars: StepScalars = SCALARS) -> Pending:
     pending = Pending()
-    exchange.tables.add(0, ids, gradients, step, scalars.pack(), pending)
+    exchange.tables.apply(RowUpdate(0, step, ids, gradients, scalars.pack()), pending)
     return pending
 
 
@@ -98,7 +99,7 @@ def test_rows_are_those_of_one_table_whoever_owns_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     jobs.use(transport, monkeypatch)
-    monkeypatch.setattr(wire_rows, "_ROWS_BYTES", 60)  # five rows in a frame
+    monkeypatch.setattr(messages, "_ROWS_BYTES", 60)  # five rows in a frame
     members = jobs.job(cluster, workers, bucket(), pservers=pservers)
     steps = random_steps(12, workers)
     reference = Table(described())
@@ -108,12 +109,12 @@ def test_rows_are_those_of_one_table_whoever_owns_them(
             for worker, (ids, _) in zip(members, parts, strict=True)
         ]
         for pending, (ids, _) in zip(asks, parts, strict=True):
-            np.testing.assert_array_equal(rows_of(pending.wait()), reference.pull(ids))
+            np.testing.assert_array_equal(rows_of(pending.wait()), reference.lookup(ids))
         for worker, (ids, gradients) in zip(members, parts, strict=True):
             added(worker, ids, gradients, step)
         reference.update(parts, SCALARS, step)
     for worker in members:
-        np.testing.assert_array_equal(rows_of(asked(worker, EVERY, len(steps)).wait()), reference.pull(EVERY))
+        np.testing.assert_array_equal(rows_of(asked(worker, EVERY, len(steps)).wait()), reference.lookup(EVERY))
 
 
 def test_a_single_process_has_the_same_rows() -> None:
@@ -123,7 +124,7 @@ def test_a_single_process_has_the_same_rows() -> None:
     for step, ((ids, gradients),) in enumerate(steps):
         added(exchange, ids, gradients, step).wait()
     found = rows_of(asked(exchange, EVERY, 5).wait())
-    np.testing.assert_array_equal(found, expected(steps, described()).pull(EVERY))
+    np.testing.assert_array_equal(found, expected(steps, described()).lookup(EVERY))
 
 
 def slices(cluster: Cluster, server: Argument) -> TableSlice:
@@ -141,7 +142,7 @@ def test_rows_of_the_next_step_wait_until_all_ranks_have_added(cluster: Cluster)
     assert not pending.replied
     added(second, ids_of(), np.empty((0, 3), np.float32), 0)
     reference = expected([[(ids_of(4), ones)]], described())
-    np.testing.assert_array_equal(rows_of(pending.wait()), reference.pull(ids_of(4)))
+    np.testing.assert_array_equal(rows_of(pending.wait()), reference.lookup(ids_of(4)))
 
 
 def test_rows_that_a_step_does_not_touch_come_before_its_gradients(cluster: Cluster) -> None:
@@ -154,14 +155,14 @@ def test_rows_that_a_step_does_not_touch_come_before_its_gradients(cluster: Clus
     assert asked(first, ids_of(1), 0).wait().error is None
     assert not early.replied  # the second may touch any
     asked(second, ids_of(3), 0, trains=True, complete=True).wait()
-    np.testing.assert_array_equal(rows_of(early.wait()), table.pull(ids_of(5, 6)))
+    np.testing.assert_array_equal(rows_of(early.wait()), table.lookup(ids_of(5, 6)))
     assert not mixed.replied
-    assert slices(cluster, server).traffic.early == 3  # 5, 6, and 9 of the mixed ones
+    assert slices(cluster, server).rounds.traffic.early_rows == 3  # 5, 6, and 9 of the mixed ones
     ones = np.ones((2, 3), np.float32)
     added(first, ids_of(1, 2), ones, 0)
     added(second, ids_of(3), ones[:1], 0)
     table.update([(ids_of(1, 2), ones), (ids_of(3), ones[:1])], SCALARS, 0)
-    np.testing.assert_array_equal(rows_of(mixed.wait()), table.pull(ids_of(2, 3, 9)))
+    np.testing.assert_array_equal(rows_of(mixed.wait()), table.lookup(ids_of(2, 3, 9)))
 
 
 def test_gradients_of_rows_that_were_not_asked_for_are_refused_after_others_relied_on_that(cluster: Cluster) -> None:
@@ -181,8 +182,8 @@ def test_each_gradient_counts_by_itself_where_workers_step_apart(cluster: Cluste
     for step in range(3):
         added(first, ids_of(4), ones, step).wait()
         table.update([(ids_of(4), ones)], SCALARS, step)
-        np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), step + 1).wait()), table.pull(ids_of(4)))
-    np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 0).wait()), table.pull(ids_of(4)))
+        np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), step + 1).wait()), table.lookup(ids_of(4)))
+    np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 0).wait()), table.lookup(ids_of(4)))
 
 
 def test_a_rank_that_is_too_far_ahead_waits_for_rows(cluster: Cluster) -> None:
@@ -207,7 +208,7 @@ def test_others_go_on_without_a_lost_rank(cluster: Cluster) -> None:
     second.close("an end")
     done.wait()
     reference = expected([[(ids_of(4, 5), ones)]], described())
-    np.testing.assert_array_equal(rows_of(asked(first, ids_of(4, 5), 1).wait()), reference.pull(ids_of(4, 5)))
+    np.testing.assert_array_equal(rows_of(asked(first, ids_of(4, 5), 1).wait()), reference.lookup(ids_of(4, 5)))
 
 
 def test_ranks_whose_tables_differ_are_told_so(cluster: Cluster) -> None:
@@ -264,11 +265,11 @@ def test_a_table_with_another_rule_keeps_its_rows(cluster: Cluster) -> None:
     reference.change(described(SGD))
     ones = np.ones((len(EVERY), 3), np.float32)
     for worker in members:
-        worker.tables.add(1, EVERY, ones, 4, SCALARS.pack(), Pending())
+        worker.tables.apply(RowUpdate(1, 4, EVERY, ones, SCALARS.pack()), Pending())
     reference.update([(EVERY, ones), (EVERY, ones)], SCALARS, 4)
     pending = Pending()
-    members[0].tables.ask(1, EVERY, 5, pending, trains=False)
-    np.testing.assert_array_equal(rows_of(pending.wait()), reference.pull(EVERY))
+    members[0].tables.lookup(Lookup(1, 5, EVERY), pending)
+    np.testing.assert_array_equal(rows_of(pending.wait()), reference.lookup(EVERY))
 
 
 @pytest.mark.parametrize("pservers", [1, 3])
@@ -278,23 +279,24 @@ def test_saved_rows_come_back_on_any_number_of_pservers(pservers: int, cluster: 
     for step, parts in enumerate(steps[:5]):
         for worker, (ids, gradients) in zip(members, parts, strict=True):
             added(worker, ids, gradients, step)
-    full = members[0].tables.save_rows(0, 5, str(tmp_path / "full"), "user", None)
+    full = members[0].tables.save(Save(0, 5, str(tmp_path / "full"), "user"))
     for step, parts in enumerate(steps[5:], 5):
         for worker, (ids, gradients) in zip(members, parts, strict=True):
             added(worker, ids, gradients, step)
-    more = members[0].tables.save_rows(0, 8, str(tmp_path / "more"), "user", full.step)
+    more = members[0].tables.save(Save(0, 8, str(tmp_path / "more"), "user", full.step))
     assert full.full
     assert not more.full
     reference = expected(steps, described())
     (worker,) = jobs.job(cluster, 1, bucket(), pservers=pservers)
     added(worker, ids_of(99), np.ones((1, 3), np.float32), 0).wait()
-    restored = worker.tables.restore_rows(0, 1, [str(tmp_path / "full"), str(tmp_path / "more")], "user", "an id")
+    folders = [str(tmp_path / "full"), str(tmp_path / "more")]
+    restored = worker.tables.load(Load(0, 1, folders, "user", "an id"))
     assert restored.rows == reference.stats().rows
-    np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 1).wait()), reference.pull(EVERY))
+    np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 1).wait()), reference.lookup(EVERY))
     ones = np.ones((len(EVERY), 3), np.float32)
     added(worker, EVERY, ones, 1)
     reference.update([(EVERY, ones)], SCALARS, 8)
-    np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 2).wait()), reference.pull(EVERY))
+    np.testing.assert_array_equal(rows_of(asked(worker, EVERY, 2).wait()), reference.lookup(EVERY))
 
 
 def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path) -> None:
@@ -302,17 +304,17 @@ def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path
     ones = np.ones((1, 3), np.float32)
     for worker in (first, second):
         added(worker, ids_of(4), ones, 0)
-    first.tables.save_rows(0, 1, str(tmp_path), "user", None)
+    first.tables.save(Save(0, 1, str(tmp_path), "user"))
     saved = rows_of(asked(first, ids_of(4), 1).wait())
-    arguments = 0, 1, [str(tmp_path)], "user", "an id"
+    load, put = Load(0, 1, [str(tmp_path)], "user", "an id"), Assign(0, 1, ids_of(4), ones, "put")
     with pytest.raises(WaitTimeoutError, match="rank 1"):
-        first.tables.put_rows(0, 1, ids_of(4), ones, "put")
+        first.tables.assign(put)
     np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), saved)
     for _ in range(2):  # what has been restored may be restored again
         both = first.tables, second.tables
-        jobs.together(*(lambda each=each: each.put_rows(0, 1, ids_of(4), ones, "put") for each in both))
+        jobs.together(*(lambda each=each: each.assign(put) for each in both))
         np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 1).wait()), ones)
-        jobs.together(*(lambda each=each: each.restore_rows(*arguments) for each in both))
+        jobs.together(*(lambda each=each: each.load(load) for each in both))
         np.testing.assert_array_equal(rows_of(asked(first, ids_of(4), 1).wait()), saved)
 
 
@@ -323,13 +325,13 @@ def test_who_replaces_rows_waits_for_the_others_as_long_as_the_job_says(
     first, second = cluster.workers([pserver.address], 2)
     declare([first, second], bucket())
     monkeypatch.setattr(server, "_MAX_WAIT_S", 0.0)  # of other calls
-    arguments = 0, 0, ids_of(4), np.ones((1, 3), np.float32), "put"
-    waiting = threading.Thread(target=first.tables.put_rows, args=arguments)
+    put = Assign(0, 0, ids_of(4), np.ones((1, 3), np.float32), "put")
+    waiting = threading.Thread(target=first.tables.assign, args=[put])
     waiting.start()
     tables = [each for _, each in pserver._job._shard.slices() if isinstance(each, TableSlice)]
     poll(lambda: not waiting.is_alive() or any(each._meetings for each in tables))
     assert waiting.is_alive()
-    second.tables.put_rows(*arguments)
+    second.tables.assign(put)
     waiting.join()
     np.testing.assert_array_equal(rows_of(asked(second, ids_of(4), 0).wait()), np.ones((1, 3)))
 
@@ -339,8 +341,8 @@ def test_one_rank_restores_alone_what_others_wait_for(cluster: Cluster, tmp_path
     ones = np.ones((1, 3), np.float32)
     for worker in (first, second):
         added(worker, ids_of(4), ones, 0)
-    first.tables.save_rows(0, 1, str(tmp_path), "user", None)
-    restored = first.tables.restore_rows(0, 1, [str(tmp_path)], "user", "an id", alone=True)
+    first.tables.save(Save(0, 1, str(tmp_path), "user"))
+    restored = first.tables.load(Load(0, 1, [str(tmp_path)], "user", "an id", alone=True))
     assert restored.rows == 1
 
 

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tfps.errors import WorkerLostError
-from tfps.exchange.interface import BucketKind, BucketSpec, OnReply, Payload
+from tfps.exchange.interface import BucketSpec, OnReply, Payload
+from tfps.exchange.kinds import BucketKind
 from tfps.runtime.runtime import Runtime
 from tfps.types import Array
 

@@ -6,20 +6,20 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
+from typing import Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 from tfps.exchange.codecs import Codec, Floats
+from tfps.exchange.kinds import ONLY_ON_PSERVERS, BucketKind
+from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.membership.view import View
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.types import Array, Buffer, DType
 
 Payload: TypeAlias = "bytes | bytearray | memoryview | Array"  # C-contiguous; collections.abc.Buffer needs Python 3.12
-BucketKind = Literal["sum", "gather", "table"]
 _T = TypeVar("_T")
 
 
@@ -42,8 +42,7 @@ class BucketSpec:
     """One bucket as all ranks must declare it. ConfigError: a value is out of range; the message names the field."""
 
     names: tuple[str, ...]  # of its variables (`("dense/kernel", "dense/bias")`), or one name for anything else
-    # `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one, `"table"` keeps rows; see `Tables`
-    kind: BucketKind
+    kind: BucketKind  # see `ByKind`
     nbytes: int  # sum: payload size of every rank; else 0 (sizes may differ by rank and step)
     dtype: str  # numpy dtype name of the items of a sum or a table (`"float32"`); gather: `"uint8"`
     priority: int  # 0 = most urgent
@@ -66,7 +65,8 @@ class BucketSpec:
             raise ConfigError(f"nbytes must be a multiple of {item_bytes} ({self.dtype}), got {self.nbytes}")
         if self.kind == "gather" and (self.nbytes or item_bytes != 1):
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
-        if (self.kind == "table") != bool(self.table) or (self.table and (self.dtype, self.nbytes) != ("float32", 0)):
+        rows = ONLY_ON_PSERVERS[self.kind]
+        if rows != bool(self.table) or (rows and (self.dtype, self.nbytes) != ("float32", 0)):
             raise ConfigError(f"a table must be described and have dtype 'float32' and nbytes 0, got {self}")
         if self.codec is not None and (self.kind == "gather" or self.dtype != "float32"):
             raise ConfigError(
@@ -129,6 +129,7 @@ class Reply:
 
 
 OnReply = Callable[[Reply], None]
+Wait = Callable[[OnReply], None]
 FailureListener = Callable[[TfpsError], None]
 
 
@@ -189,100 +190,24 @@ class State(Protocol):
         """Makes `values` the residual of `bucket` on rank 0, and 0 that of other ranks."""
 
 
-class SavedRows(NamedTuple):
-    """What files have, on all owners together."""
-
-    step: int  # of the rows, as the owners count
-    rows: int
-    nbytes: int
-    full: bool = True  # not only what has changed
-    slots: bool = True  # of the same rule; else they are not used
-
-
-class Foreseen(Protocol):
-    """A request for rows of a step that may not come: until `wait` nobody waits for it."""
-
-    def wait(self, on_reply: OnReply) -> None:
-        """From now on it is a request as others are."""
-
-
 class Tables(Protocol):
-    """Rows of tables: embeddings, each row with the slots of its update, that live with their owners only.
+    """Who takes requests about tables. `on_reply` is as for `Exchange.push`."""
 
-    A rank counts its **steps** of a table: how often it has added gradients to it. All ids are int64, those of one call
-    differ. `on_reply` is as for `Exchange.push`.
-    """
+    def lookup(self, request: Lookup, on_reply: OnReply) -> None:
+        """`Reply.sum` is [n, dim] of float32, flat uint8."""
 
-    def ask(
-        self,
-        table: int,
-        ids: NDArray[np.int64],
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-    ) -> None:
-        """Asks for rows as all steps before `step` have left them; `Reply.sum` is [n, dim] of float32, flat uint8.
+    def prefetch(self, request: Lookup) -> Wait | None:
+        """Looks up rows for a later step, which may not come; the result waits for them. None: there is no such way."""
 
-        What has no row yet reads as its initial value, and gets none by that.
+    def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
+        """Replies, with nothing, once the update has been applied."""
 
-        Args:
-            trains: gradients of these rows may come in this step.
-            complete: it is the last time in this step: only rows that were asked for get gradients. In mode "sync"
-                other rows need not wait for these.
-            attempt: how often all ranks have taken the step before without adding to it, as when gradients were not
-                finite.
-        """
+    def save(self, request: Save) -> SavedRows: ...
 
-    def foresee(self, table: int, ids: NDArray[np.int64], step: int) -> Foreseen | None:
-        """Asks for rows of a later step, of which gradients may come in it; None: rows are not sent ahead here."""
+    def load(self, request: Load) -> SavedRows:
+        """ConfigError: the files do not fit, or are damaged."""
 
-    def add(
-        self,
-        table: int,
-        ids: NDArray[np.int64],
-        gradients: NDArray[np.float32],
-        step: int,
-        step_scalars: bytes,
-        on_reply: OnReply,
-    ) -> None:
-        """Adds gradients [n, dim] in `step`, maybe of no rows; replies, with nothing, once they have been applied.
-
-        In mode "sync" all ranks add in each step, and their sum is applied by row; else each by itself.
-        """
-
-    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
-        """Writes all rows, or what has changed since the step of a save before, to files in a new `folder`.
-
-        As all steps before `step` have left them; the owners write at the same time, each its own.
-        """
-
-    def restore_rows(
-        self,
-        table: int,
-        step: int,
-        folders: Sequence[str],
-        name: str,
-        identity: str,
-        *,
-        alone: bool = False,
-        seed: str = "",
-    ) -> SavedRows:
-        """Replaces all rows by those of a full save and those after it, once, when all ranks have called it.
-
-        Args:
-            identity: names what is restored; each rank calls it with the same.
-            alone: other ranks need not call it: they read nothing meanwhile.
-            seed: without folders: no id has a row, and all read as its initial values.
-
-        Raises:
-            ConfigError: the files do not fit, or are damaged.
-        """
-
-    def put_rows(self, table: int, step: int, ids: NDArray[np.int64], rows: NDArray[np.float32], identity: str) -> None:
-        """Replaces some rows [n, dim], once, when all ranks have called it with the same identity."""
+    def assign(self, request: Assign) -> None: ...
 
 
 class Peers(Protocol):

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tfps.embeddings.variable import update_spec
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
 from tfps.layers.distributed_configs import FeatureConfig, TableConfig, own_configs
 from tfps.layers.embedding import Embedding
-from tfps.policies.table_variable import update_spec
 from tfps.strategy.patches import install_all
 from tfps.types import Argument, Optimizer, Options, Structure, Value
 

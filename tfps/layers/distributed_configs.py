@@ -15,7 +15,7 @@ from typing import TypeVar, get_args
 import keras
 
 from tfps.errors import UnsupportedError
-from tfps.layers.embedding import Combiner
+from tfps.layers.embedding import Combiner, positive, positive_or_none
 from tfps.types import Argument, Options, Structure
 
 Shape = tuple[int | None, ...]
@@ -60,8 +60,8 @@ class TableConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "/" in self.name:
             raise ValueError(f"the name of a table must be a text without '/', got {self.name!r}")
-        for name in ("vocabulary_size", "embedding_dim"):
-            _keep_whole(self, name, f"{name} of table {self.name!r}", or_none=name == "vocabulary_size")
+        for name, check in (("vocabulary_size", positive_or_none), ("embedding_dim", positive)):
+            object.__setattr__(self, name, check(f"{name} of table {self.name!r}", getattr(self, name)))
         if self.combiner not in get_args(Combiner):
             known = ", ".join(map(repr, get_args(Combiner)))
             raise ValueError(f"combiner of table {self.name!r} must be one of {known}, got {self.combiner!r}")
@@ -215,13 +215,3 @@ def _alike(one: Shape, other: Shape) -> bool:
 
 def _at_most(one: Shape, other: Shape) -> bool:
     return all(a is None or b is None or a <= b for a, b in zip(one, other, strict=True))
-
-
-def _keep_whole(config: TableConfig, name: str, what: str, *, or_none: bool) -> None:
-    """Makes a field that may be an integer of numpy an int."""
-    given = getattr(config, name)
-    if given is None and or_none:
-        return
-    if isinstance(given, bool) or not hasattr(given, "__index__") or operator.index(given) < 1:
-        raise ValueError(f"{what} must be a positive integer{', or None' if or_none else ''}, got {given!r}")
-    object.__setattr__(config, name, operator.index(given))

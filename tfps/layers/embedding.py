@@ -14,15 +14,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfps.embeddings.all_rows import AllRows
+from tfps.embeddings.exporting import export_rows, to_embedding
+from tfps.embeddings.initializers import initial_of
+from tfps.embeddings.saving import load_reference, save_reference
+from tfps.embeddings.variable import TableVariable, update_spec
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
-from tfps.layers.all_rows import AllRows
-from tfps.layers.exporting import export_rows, to_embedding
-from tfps.layers.initializers import initial_of
-from tfps.policies.table_variable import TableVariable, update_spec
 from tfps.strategy.optimizers import adopt
 from tfps.strategy.patches import install_all
-from tfps.strategy.table_files import load_reference, save_reference
 from tfps.types import Argument, Array, Layer, Optimizer, Options, Value
 
 Combiner = Literal["sum", "mean", "sqrtn"]
@@ -94,8 +94,8 @@ class Embedding(keras.layers.Layer):
         super().__init__(**options)
         self.built: bool = False
         install_all()
-        self.input_dim = _positive_or_none("input_dim", input_dim)
-        self.output_dim = _positive("output_dim", output_dim)
+        self.input_dim = positive_or_none("input_dim", input_dim)
+        self.output_dim = positive("output_dim", output_dim)
         if combiner not in (None, *get_args(Combiner)):
             known = ", ".join(map(repr, get_args(Combiner)))
             raise ValueError(f"combiner must be one of {known}, or None, got {combiner!r}")
@@ -104,9 +104,9 @@ class Embedding(keras.layers.Layer):
             update_spec(self.optimizer, self.output_dim)  # here, as Sequential hides what `build` refuses
         self.combiner, self.mask_zero = combiner, mask_zero
         self.supports_masking = mask_zero
-        self.admit_after = _positive("admit_after", admit_after)
-        self.expire_after = _positive_or_none("expire_after", expire_after)
-        self.max_rows = _positive_or_none("max_rows", max_rows)
+        self.admit_after = positive("admit_after", admit_after)
+        self.expire_after = positive_or_none("expire_after", expire_after)
+        self.max_rows = positive_or_none("max_rows", max_rows)
         given = {name: getattr(self, name) for name in _SETTINGS}
         if self.input_dim is not None and given != {"admit_after": 1, "expire_after": None, "max_rows": None}:
             raise ValueError(f"{', '.join(_SETTINGS)} are for input_dim=None, got input_dim={input_dim} and {given}")
@@ -120,13 +120,7 @@ class Embedding(keras.layers.Layer):
         settings = {name: getattr(self, name) for name in _SETTINGS}
         with keras.name_scope(self.name, caller=self):
             self._rows = TableVariable(
-                "rows",
-                self.output_dim,
-                self.input_dim,
-                self._initial,
-                self._seed,
-                self.optimizer,
-                settings,
+                "rows", self.output_dim, self.input_dim, self._initial, self._seed, self.optimizer, settings
             )
         self._rows.trainable = self.trainable  # which may change
         if self.optimizer is not None and tf.distribute.has_strategy():
@@ -245,17 +239,22 @@ class Embedding(keras.layers.Layer):
     # Rows
 
     @property
-    def embeddings(self) -> AllRows:
-        """What reads as a tensor of all rows, where Keras' layer has a variable. ValueError: `input_dim=None`."""
+    def _table(self) -> TableVariable:
+        """Built if need be."""
         if not self.built:
             self.build()
-        return AllRows(self.name, self._rows)
+        return self._rows
+
+    @property
+    def embeddings(self) -> AllRows:
+        """What reads as a tensor of all rows, where Keras' layer has a variable. ValueError: `input_dim=None`."""
+        return AllRows(self.name, self._table)
 
     def read_rows(self, ids: Argument) -> Array:
         """The rows of `ids`, integers [n], float32 [n, output_dim]. Other ranks need not take part."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         self._check_array(ids)
-        return self._rows.table.read_rows(ids)
+        return self._table.table.read_rows(ids)
 
     def load_rows(self, ids: Argument, rows: Argument) -> None:
         """Replaces rows: `rows` float32 [n, output_dim] of `ids`, integers [n], each once. Every rank must call it.
@@ -271,11 +270,9 @@ class Embedding(keras.layers.Layer):
                 f"layer {self.name!r}: rows must have the shape ({len(ids)}, {self.output_dim}) of {len(ids)} ids that "
                 f"all differ, got {values.shape} and {len(np.unique(ids))} different ids"
             )
-        self._rows.load(ids, values)
+        self._table.load(ids, values)
 
     def _check_array(self, ids: Array) -> None:
-        if not self.built:
-            self.build()
         if self.input_dim is not None and len(ids) and not 0 <= ids.min() <= ids.max() < self.input_dim:
             wrong = ids[(ids < 0) | (ids >= self.input_dim)][0]
             raise ValueError(f"layer {self.name!r}: an id must be from 0 to {self.input_dim - 1}, got {wrong}")
@@ -289,9 +286,7 @@ class Embedding(keras.layers.Layer):
         Raises:
             ConfigError: the path ends otherwise, or there are no rows yet.
         """
-        if not self.built:
-            self.build()
-        export_rows(self._rows, Path(path))
+        export_rows(self._table, Path(path))
 
     def to_embedding(self) -> Layer:
         """A `keras.layers.Embedding` with all rows, which must fit into memory, for a model that serves.
@@ -299,18 +294,14 @@ class Embedding(keras.layers.Layer):
         Raises:
             ConfigError: `input_dim` is None.
         """
-        if not self.built:
-            self.build()
-        return to_embedding(self._rows, self.name, mask_zero=self.mask_zero)
+        return to_embedding(self._table, self.name, mask_zero=self.mask_zero)
 
     def save_own_variables(self, store: Argument) -> None:
         if self.built:
             save_reference(self._rows, store)
 
     def load_own_variables(self, store: Argument) -> None:
-        if not self.built:
-            self.build()
-        load_reference(self._rows, store)
+        load_reference(self._table, store)
 
     def get_config(self) -> Options:
         own = {
@@ -331,7 +322,7 @@ def _segments(ids: tf.SparseTensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.reduce_sum(ids.indices[:, :-1] * strides, -1), shape
 
 
-def _positive(name: str, value: int, or_none: str = "") -> int:
+def positive(name: str, value: int, or_none: str = "") -> int:
     if isinstance(value, np.integer):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -339,5 +330,5 @@ def _positive(name: str, value: int, or_none: str = "") -> int:
     return value
 
 
-def _positive_or_none(name: str, value: int | None) -> int | None:
-    return None if value is None else _positive(name, value, ", or None")
+def positive_or_none(name: str, value: int | None) -> int | None:
+    return None if value is None else positive(name, value, ", or None")

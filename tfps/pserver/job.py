@@ -32,7 +32,7 @@ from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, SumSlice
 from tfps.pserver.statuses import member_status, table_statuses
-from tfps.pserver.table_slice import AppliesEach, TableSlice
+from tfps.pserver.table_slice import TableSlice
 from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
@@ -454,11 +454,7 @@ class Job(Elastic):
 
     @contextlib.contextmanager
     def saved_table(self, number: int, rank: int, step: int, timeout_s: float) -> Iterator[TableSlice]:
-        """In the block a table is as so many steps have left it; gradients that come are applied after it.
-
-        Raises:
-            WaitTimeoutError: these steps have not been applied in time.
-        """
+        """In the block a table is as so many steps have left it. WaitTimeoutError: these were not applied in time."""
         item = self._table(number)
         if not item.hold(rank, step, timeout_s, lambda: self._failure is not None):
             self._raise_failure()
@@ -559,8 +555,7 @@ class Job(Elastic):
 
     def _release(self) -> None:
         for _, item in self._shard.slices():
-            if isinstance(item, (AsyncSlice, AppliesEach)):
-                self._send(item.released())
+            self._send(item.released())
 
 
 class Session:

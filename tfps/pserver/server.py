@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
 
 from tfps import __version__
@@ -27,6 +28,7 @@ from tfps.errors import (
     WorkerLostError,
 )
 from tfps.exchange.parameter_shard import ParameterShard
+from tfps.exchange.requests import Assign, Load, Save, SavedRows
 from tfps.membership.members import Applicant, Resumed
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
@@ -37,6 +39,7 @@ from tfps.pserver.job import Job, Session
 from tfps.pserver.regrouping import Meetings
 from tfps.pserver.slices import OwnedSlice
 from tfps.pserver.table_slice import TableSlice
+from tfps.tables.messages import decode_rows
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
@@ -468,20 +471,28 @@ def _held_table(job: Job, request: Argument, *, meets: bool) -> AbstractContextM
     return job.saved_table(request.bucket, request.rank, request.step, wait_s)
 
 
+def _fields(found: SavedRows, *more: str) -> Fields:
+    return {name: getattr(found, name) for name in ("step", "rows", "nbytes", *more)}
+
+
 def _save_rows(job: Job, request: pb.SaveRowsRequest) -> Fields:
     since = request.since if request.HasField("since") else None
+    save = Save(request.bucket, request.step, request.folder, request.name, since, request.before, request.remove)
     with _held_table(job, request, meets=False) as item:
-        return item.save(request.folder, request.name, since, request.before, request.remove)
+        return _fields(item.save(save), "full")
 
 
 def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:
+    load = Load(request.bucket, request.step, list(request.folders), request.name, request.id, seed=request.seed)
     with _held_table(job, request, meets=not request.alone) as item:
-        return item.restore(list(request.folders), request.name, request.rank, request.id, request.seed)
+        return _fields(item.load(load, request.rank), "slots")
 
 
 def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:
+    ids = np.frombuffer(request.ids, "<i8").astype(np.int64)
     with _held_table(job, request, meets=True) as item:
-        item.put(request.ids, request.values, request.rank, request.id)
+        rows = decode_rows(memoryview(request.values), len(ids), item.table.spec.dim)
+        item.assign(Assign(request.bucket, request.step, ids, rows, request.id), request.rank)
 
 
 _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {

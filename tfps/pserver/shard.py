@@ -9,12 +9,15 @@ from tfps.config import Config
 from tfps.errors import ConfigError
 from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.interface import BucketSpec, declared, kept_arrays, parse_dtype
+from tfps.exchange.kinds import ByKind
 from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
+from tfps.exchange.staleness import StalenessBound
 from tfps.membership.view import RankSets, View
-from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
-from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, RoundSlice, SumSlice
-from tfps.pserver.table_slice import AppliesEach, TableSlice
+from tfps.pserver.async_slice import AsyncSlice, RankScalars
+from tfps.pserver.slices import GatherSlice, OwnedSlice, RoundScalars, SumSlice
+from tfps.pserver.table_slice import TableSlice
+from tfps.tables.rounds import Apart, Rounds
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.trace.recorder import Recorder
@@ -37,9 +40,7 @@ class OwnedBucket:
     @property
     def steps(self) -> int:
         """How many rounds are over, if this pserver owns any slice."""
-        items = self.slices.values()
-        rounds = [item.round.step for item in items if isinstance(item, RoundSlice)]
-        return max([*rounds, *(item.step for item in items if isinstance(item, TableSlice))], default=0)
+        return max((item.steps_over for item in self.slices.values()), default=0)
 
     def advance(self, step: int) -> None:
         """Switches to the next cutting if `step` uses it. The step before is over by then, on all pservers."""
@@ -66,6 +67,7 @@ class Shard:
         self._placer = Placer(view.pservers, config.placement)
         self.bound = StalenessBound(view, config.staleness)  # of mode "async"
         self._saved: dict[str, str] = {}  # see TableSlice
+        self._owned = ByKind(sum=self._sum, gather=self._gather, table=self._table)  # what is made of a bucket, by step
 
     def check(self, more: Sequence[BucketSpec], slice_bytes: int = 0) -> None:
         """Checks that there is memory for `more` buckets beside those that are here."""
@@ -75,7 +77,7 @@ class Shard:
         # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
         parts = workers if self.config.deterministic or self.config.applies_each_push else 1
         copies = workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
-        tables = sum(_table_bytes(spec, pservers) for spec in specs if spec.kind == "table")
+        tables = sum(_table_bytes(spec, pservers) for spec in specs if spec.table)
         kept = sum(spec.nbytes * (kept_arrays(spec) + copies * (spec.update is not None)) for spec in specs)
         payload = (sum(spec.nbytes * parts for spec in specs) + kept) // pservers + tables
         counts = [spec.nbytes // slice_bytes + 1 for spec in specs]
@@ -91,7 +93,6 @@ class Shard:
 
     def add(self, specs: Sequence[BucketSpec], steps: Sequence[int] = ()) -> None:
         """Adds buckets, whose first `steps` are 0 unless given."""
-        slice_bytes = self.config.first_slice_bytes
         for spec, step in zip(specs, steps or [0] * len(specs), strict=True):
             bucket = OwnedBucket(spec)
             if spec.update is not None:
@@ -99,26 +100,32 @@ class Shard:
                     bucket.scalars = RankScalars(spec.name, spec.update, self.view)
                 else:
                     bucket.scalars = RoundScalars(spec.name, spec.update, step)
-            if spec.kind == "sum":
-                bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer, step))
-            elif spec.kind == "table":
-                bucket.slices[0] = self._table(spec, step)
-            elif self._placer.place_gather() == self.index:
-                round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes, self._max_memory, step)
-                bucket.slices[0] = GatherSlice(self._recorder, round_, self.sets)
+            bucket.slices = self._owned[spec.kind](bucket, step)
             self.buckets.append(bucket)
 
-    def _table(self, spec: BucketSpec, step: int) -> TableSlice:
+    def _sum(self, bucket: OwnedBucket, step: int) -> dict[int, OwnedSlice]:
+        return self._slices(bucket, cut_sum(bucket.spec, self.config.first_slice_bytes, self._placer, step))
+
+    def _gather(self, bucket: OwnedBucket, step: int) -> dict[int, OwnedSlice]:
+        if self._placer.place_gather() != self.index:
+            return {}
+        label, slice_bytes = f"bucket '{bucket.spec.name}'", self.config.first_slice_bytes
+        round_ = GatherRound(label, self.view, slice_bytes, self._max_memory, step)
+        return {0: GatherSlice(self._recorder, round_, self.sets)}
+
+    def _table(self, bucket: OwnedBucket, step: int) -> dict[int, OwnedSlice]:
+        spec = bucket.spec
         label, pservers = f"table '{spec.name}'", self.view.pservers
         if spec.replaces is not None:
             before = declared(self.buckets, spec.replaces).slices.get(0)
             if not isinstance(before, TableSlice):
                 raise ConfigError(f"{label} must take the rows of a table, got bucket {spec.replaces}")
             before.change(TableSpec.parse(spec.table), spec.codec, step)
-            return before
+            return {0: before}
         table = Table(TableSpec.parse(spec.table), pservers.index(self.index), len(pservers), label)
-        arguments = self._recorder, label, table, spec.codec, self.sets, self.view, self._saved, step
-        return TableSlice(*arguments) if self.config.steps_together else AppliesEach(*arguments, bound=self.bound)
+        together = self.config.steps_together
+        rounds = Rounds(table, self.view, step) if together else Apart(table, self.view, step, self.bound)
+        return {0: TableSlice(self._recorder, rounds, spec.codec, self.sets, self._saved)}
 
     def cut_anew(self, layout: Layout) -> None:
         """Prepares the cuttings of `layout`, each from its step on."""

@@ -18,6 +18,7 @@ from tfps.exchange.rules import flushed
 from tfps.exchange.update_spec import WEIGHT, StepScalars, UpdateSpec, difference
 from tfps.membership.view import RankSets, View
 from tfps.trace.capture import NONE
+from tfps.trace.capture import Kind as SpanKind
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
@@ -100,17 +101,26 @@ class OwnedSlice(abc.ABC):
     def late(self, ranks: Iterable[int]) -> Late | None:
         """The first of `ranks` that others wait for and cannot do without."""
 
+    @property
+    def steps_over(self) -> int:
+        """How many rounds are over; 0 if ranks step apart."""
+        return 0
+
+    def released(self) -> list[Answer]:
+        """Answers for ranks that may go on after others have quiesced or left."""
+        return []
+
     def _arrived(self, push: Push, now_ns: int) -> None:
         header = push.header
         if self._recorder.enabled:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, push.rank, NONE)
 
-    def _record(self, push: Push, begin_ns: int, nbytes: int, index: int) -> None:
+    def _record(self, push: Push, begin_ns: int, nbytes: int, index: int, what: SpanKind = "aggregate") -> None:
         """Records what `push` has completed: one span, also for all pieces of a gather."""
         header = push.header
         if self._recorder.enabled:
             of_push = {"step": header.step, "bucket": header.bucket, "priority": header.priority, "rank": push.rank}
-            self._recorder.span("aggregate", begin_ns, self._recorder.clock(), slice=index, nbytes=nbytes, **of_push)
+            self._recorder.span(what, begin_ns, self._recorder.clock(), slice=index, nbytes=nbytes, **of_push)
 
 
 class RoundSlice(OwnedSlice):
@@ -119,6 +129,10 @@ class RoundSlice(OwnedSlice):
     round: SumRound | GatherRound
     _first_ns = 0  # first push of this round, on the recorder's clock
     _latest: Push  # of this round, without its payload
+
+    @property
+    def steps_over(self) -> int:
+        return self.round.step
 
     def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
         now_ns, round_ = self._recorder.clock(), self.round

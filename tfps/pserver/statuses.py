@@ -10,8 +10,7 @@ from collections.abc import Container, Iterable
 from tfps.membership.members import Member
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.shard import OwnedBucket
-from tfps.pserver.table_slice import TableSlice, Traffic
-from tfps.tables.table import TableStats
+from tfps.pserver.table_slice import TableSlice
 from tfps.wire.send_queue import Load
 
 
@@ -40,22 +39,4 @@ def table_statuses(buckets: Iterable[OwnedBucket]) -> list[pb.TableStatus]:
         for item in bucket.slices.values()
         if isinstance(item, TableSlice)
     }
-    return [_status(*bucket, *item.totals()) for item, bucket in tables.items()]
-
-
-def _status(bucket: int, name: str, table: TableStats, traffic: Traffic) -> pb.TableStatus:
-    return pb.TableStatus(
-        bucket=bucket,
-        name=name,
-        rows=table.rows,
-        memory_bytes=table.nbytes,
-        updates=traffic.updates,
-        asked_rows=traffic.asked,
-        early_rows=traffic.early,
-        gradient_rows=traffic.pushed,
-        updated_rows=traffic.updated,
-        made_rows=table.made,
-        evicted_rows=table.evicted,
-        expired_rows=table.expired,
-        refused_rows=table.refused,
-    )
+    return [pb.TableStatus(bucket=number, name=name, **item.totals()) for item, (number, name) in tables.items()]

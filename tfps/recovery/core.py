@@ -23,11 +23,12 @@ from tfps.errors import (
     WorkerLostError,
 )
 from tfps.exchange.interface import BucketSpec, FailureState, Reply, kept_arrays
+from tfps.exchange.kinds import ONLY_ON_PSERVERS, ByKind
 from tfps.membership.view import View
 from tfps.recovery.journal import Journal, Push, Replay
 from tfps.recovery.latest import Latest
 from tfps.recovery.phase import NEXT, Phase
-from tfps.recovery.rows import Ask, RowsLatest, RowsReplay
+from tfps.recovery.rows import Asked, RowsLatest, RowsReplay
 from tfps.worker.worker import Worker
 
 _T = TypeVar("_T")
@@ -39,18 +40,26 @@ _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have end
 
 def journal_of(number: int, spec: BucketSpec, config: Config, run: str) -> Journal | None:
     """What is kept of a bucket in the job `run`; None: it has no update, or no snapshots are taken."""
-    if config.snapshot_steps is None:
-        return None
-    if spec.kind == "table":
-        if not config.snapshot_folder:
-            return None
-        kind = RowsReplay if config.steps_together else RowsLatest
-        return kind(number, config.snapshot_steps, f"{config.snapshot_folder}/{run}")
+    every = config.snapshot_steps
+    return None if every is None else _JOURNALS[spec.kind](number, spec, config, every, run)
+
+
+def _of_update(number: int, spec: BucketSpec, config: Config, every: int, run: str) -> Journal | None:
     if spec.update is None:
         return None
     if config.applies_each_push:
-        return Latest(number, spec, spec.update, config.snapshot_steps)
-    return Replay(number, kept_arrays(spec), spec.nbytes, config.snapshot_steps)
+        return Latest(number, spec, spec.update, every)
+    return Replay(number, kept_arrays(spec), spec.nbytes, every)
+
+
+def _of_rows(number: int, spec: BucketSpec, config: Config, every: int, run: str) -> Journal | None:
+    if not config.snapshot_folder:
+        return None
+    kind = RowsReplay if config.steps_together else RowsLatest
+    return kind(number, every, f"{config.snapshot_folder}/{run}")
+
+
+_JOURNALS = ByKind(sum=_of_update, gather=_of_update, table=_of_rows)
 
 
 @dataclass(slots=True)
@@ -65,7 +74,7 @@ class ElasticBucket:
     last: Reply = field(default_factory=Reply)
     gone: bool = False  # whether nobody has what pservers kept
     # Of a table:
-    asks: list[Ask] = field(default_factory=list)  # that have not been answered
+    asks: list[Asked] = field(default_factory=list)  # that have not been answered
     behind: bool = False  # whether they wait until pushes have been given again
     asked: int = -1  # the newest step that has asked for rows to train them,
     begun: int = -1  # and when pservers changed last
@@ -75,7 +84,7 @@ class ElasticBucket:
     @property
     def log(self) -> Replay | None:
         """What is kept, if rounds are computed again from it."""
-        return self.kept if isinstance(self.kept, Replay) else None
+        return None if self.kept is None else self.kept.replay
 
 
 class Core:
@@ -191,7 +200,7 @@ class Core:
         """Whether there are tables of which nothing is kept."""
         specs = self.worker.pushes.specs()
         kept = {number for number, bucket in enumerate(self.buckets) if bucket.kept is not None}
-        tables = {number for number, spec in enumerate(specs) if spec.kind == "table"}
+        tables = {number for number, spec in enumerate(specs) if ONLY_ON_PSERVERS[spec.kind]}
         return bool(tables - kept - {spec.replaces for spec in specs})
 
     # The end

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from tfps.exchange.interface import BucketSpec
+from tfps.exchange.kinds import ONLY_ON_PSERVERS
 from tfps.recovery.core import Core, ElasticBucket, journal_of
 from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
@@ -59,5 +60,5 @@ class Declarations:
         first = len(buckets)
         for number, spec in enumerate(worker.pushes.specs()[first:], first):
             buckets.append(ElasticBucket(journal_of(number, spec, self._core.config, self._run), worker=worker))
-            if spec.kind == "table":
+            if ONLY_ON_PSERVERS[spec.kind]:
                 self._snapshots.know(number, spec)

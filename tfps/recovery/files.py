@@ -9,7 +9,8 @@ import uuid
 from pathlib import PurePath
 from typing import NamedTuple
 
-from tfps.exchange.interface import SavedRows
+from tfps.exchange import requests
+from tfps.exchange.requests import SavedRows
 from tfps.worker.worker import Worker
 
 _MOST_CHANGES = 2  # times the rows of the last full save are written before another one
@@ -43,9 +44,8 @@ class Files:
         before, since = ("", None) if self._before is None else self._before
         if self._changes > _MOST_CHANGES * self._rows:
             before, since = "", None
-        return Save(
-            folder, worker.tables.save_rows(self._number, step, folder, self.name, since, before, tuple(self._old))
-        )
+        request = requests.Save(self._number, step, folder, self.name, since, before, tuple(self._old))
+        return Save(folder, worker.tables.save(request))
 
     def wrote(self, save: Save) -> None:
         found, name = save.found, PurePath(save.folder).name
@@ -64,7 +64,7 @@ class Files:
         if not folder:
             return
         # The first rank to come does it; nothing is read or added before all have come.
-        found = worker.tables.restore_rows(self._number, step, [folder], self.name, folder, alone=True)
+        found = worker.tables.load(requests.Load(self._number, step, [folder], self.name, folder, alone=True))
         self._before = folder, found.step
         name, known = PurePath(folder).name, self._since_full
         place = known.index(name) + 1 if name in known else 0

@@ -101,7 +101,10 @@ class Journal(Protocol):
     lost it says what it has (`report`), and does its part so that others have it (`resume`).
     """
 
-    replays: bool = False  # whether rounds are computed again from it: pushes are given again, from `next` on
+    @property
+    def replay(self) -> Replay | None:
+        """Itself, if rounds are computed again from it: pushes are given again, from `next` on."""
+        return None
 
     @property
     def oldest(self) -> tuple[int, ...] | None:
@@ -170,7 +173,9 @@ class Journal(Protocol):
 class Replay(Journal):
     """Snapshots of bucket `number` and the pushes since the oldest one."""
 
-    replays = True
+    @property
+    def replay(self) -> Replay:
+        return self
 
     def __init__(self, number: int, arrays: int, nbytes: int, every: int) -> None:
         self._number, self._arrays, self._nbytes, self._every = number, arrays, nbytes, every

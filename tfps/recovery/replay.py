@@ -46,7 +46,7 @@ class Replaying:
         for number, bucket in enumerate(self._core.buckets):
             step = steps[number] if number < len(steps) else 0  # others declare it again
             if (kept := bucket.kept) is not None:
-                if not kept.replays:  # ranks step apart: all go on with the number of the first
+                if kept.replay is None:  # ranks step apart: all go on with the number of the first
                     bucket.replies = step
                 folder = folders.get(number, "")
                 to = Resumption(step, self._core.rank, ranks, bucket.gone, newest.get(number), folder)

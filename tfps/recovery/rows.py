@@ -17,11 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import OnReply, Reply
+from tfps.exchange.requests import Lookup, RowUpdate, later
 from tfps.protos import tfps_pb2 as pb
 from tfps.recovery.files import Files, Save
 from tfps.recovery.journal import Journal, Push, Replay, Resumption, Snapshot
@@ -30,28 +27,22 @@ from tfps.worker.worker import Worker
 
 @dataclass(eq=False, slots=True)
 class RowsPush(Push):
-    """Gradients of rows."""
+    """An update of rows."""
 
-    ids: NDArray[np.int64] = field(kw_only=True)
-    gradients: Floats = field(kw_only=True)
-    step: int = field(kw_only=True)  # as the program counts
+    update: RowUpdate = field(kw_only=True)  # with the step as the program counts
     ahead: int = 0  # by how much pservers count more
 
     def give(self, number: int, worker: Worker, take: OnReply) -> None:
         self.given = True
-        worker.tables.add(number, self.ids, self.gradients, self.step + self.ahead, self.step_scalars, take)
+        worker.tables.apply(later(self.update, self.ahead), take)
 
 
 @dataclass(eq=False, slots=True)
-class Ask:
-    """A request for rows that has not been answered."""
+class Asked:
+    """A lookup that has not been answered."""
 
-    ids: NDArray[np.int64]
-    step: int
+    request: Lookup
     on_reply: OnReply
-    trains: bool
-    complete: bool = False
-    attempt: int = 0
     worker: Worker | None = None  # to which it has been given
 
 

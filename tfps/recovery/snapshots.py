@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tfps.errors import TfpsError
-from tfps.exchange.interface import BucketSpec, declared
+from tfps.exchange.interface import BucketSpec, Tables, declared
+from tfps.exchange.requests import R, later
 from tfps.recovery.core import LATER, Core
 from tfps.recovery.files import Files
 from tfps.recovery.journal import Journal, Push
@@ -64,7 +65,7 @@ class Snapshots:
         core, bucket = self._core, self._core.buckets[number]
         name = core.worker.pushes.specs()[number].name
         try:
-            save = files.write(worker, push.step + push.ahead)
+            save = files.write(worker, push.update.step + push.ahead)
             with bucket.lock:
                 if bucket.worker is worker and files.saving is worker:
                     kept.wrote(save)
@@ -78,16 +79,16 @@ class Snapshots:
         except Exception as bug:  # else every push would wait for ever
             core.fail(TfpsError(f"no snapshot of table '{name}' could be taken: {bug!r}"))
 
-    def replace(self, number: int, step: int, what: Callable[[Worker, int], _T]) -> _T:
+    def replace(self, request: R, what: Callable[[Tables, R], _T]) -> _T:
         """Replaces rows and takes a snapshot of that, both again if a pserver is lost meanwhile."""
-        core, bucket = self._core, declared(self._core.buckets, number)
+        core, bucket = self._core, declared(self._core.buckets, request.table)
 
         def replace(worker: Worker) -> _T:
-            core.check_there(number)
-            at = step + bucket.ahead
-            found, kept, ranks = what(worker, at), core.journal(bucket), worker.view.ranks
+            core.check_there(request.table)
+            own = later(request, bucket.ahead)
+            found, kept, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks
             if kept is not None and kept.files is not None:
-                save = kept.files.write(worker, at) if core.rank == ranks[0] else None
+                save = kept.files.write(worker, own.step) if core.rank == ranks[0] else None
                 with core.changed:
                     core.check_current(worker)
                     kept.replaced(ranks, save)

@@ -6,37 +6,20 @@ Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import Foreseen, OnReply, Reply, SavedRows, declared
+from tfps.exchange.interface import OnReply, Reply, Wait, declared
+from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows, later
 from tfps.recovery.core import Core
 from tfps.recovery.journal import Push
 from tfps.recovery.pushing import Pushing
-from tfps.recovery.rows import Ask, RowsPush
+from tfps.recovery.rows import Asked, RowsPush
 from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
 
-Ids = NDArray[np.int64]
 _NOTHING = np.empty(0, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Foreseen:
-    """Rows that were asked for ahead, of a worker that may have been replaced meanwhile."""
-
-    found: Foreseen
-    worker: Worker
-    ids: Ids
-    step: int
-    wait_for: Callable[[_Foreseen, OnReply], None]
-
-    def wait(self, on_reply: OnReply) -> None:
-        self.wait_for(self, on_reply)
 
 
 class ElasticTables:
@@ -45,81 +28,69 @@ class ElasticTables:
     def __init__(self, core: Core, pushing: Pushing, snapshots: Snapshots) -> None:
         self._core, self._pushing, self._snapshots = core, pushing, snapshots
 
-    def ask(
-        self,
-        table: int,
-        ids: Ids,
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-    ) -> None:
-        bucket, ask = declared(self._core.buckets, table), Ask(ids, step, on_reply, trains, complete, attempt)
+    def lookup(self, request: Lookup, on_reply: OnReply) -> None:
+        bucket, asked = declared(self._core.buckets, request.table), Asked(request, on_reply)
         with bucket.lock:
             # Under the lock: either this sees the end, or the end sees this.
             if (end := self._core.failures.end) is None:
-                self._core.check_there(table)
-                bucket.asks.append(ask)
+                self._core.check_there(request.table)
+                bucket.asks.append(asked)
                 if bucket.worker is not None and not bucket.behind:
-                    self._give_ask(table, bucket.worker, ask)
+                    self._give(bucket.worker, asked)
         if end is not None:
             on_reply(Reply(error=end))
 
-    def _give_ask(self, number: int, worker: Worker, ask: Ask) -> None:
-        """Gives `ask` to `worker`. Caller holds the bucket's lock."""
-        bucket, ask.worker = self._core.buckets[number], worker
-        bucket.asked = max(bucket.asked, ask.step if ask.trains else -1)
+    def _give(self, worker: Worker, asked: Asked) -> None:
+        """Gives a lookup to `worker`. Caller holds the bucket's lock."""
+        request = asked.request
+        bucket, asked.worker = self._core.buckets[request.table], worker
+        bucket.asked = max(bucket.asked, request.step if request.trains else -1)
         # Of a step that had begun with other pservers these do not know all that was asked for.
-        complete = ask.complete and ask.step > bucket.begun
-        take = functools.partial(self._take_rows, number, worker, ask)
-        step = ask.step + bucket.ahead
-        worker.tables.ask(number, ask.ids, step, take, trains=ask.trains, complete=complete, attempt=ask.attempt)
+        own = replace(request, complete=request.complete and request.step > bucket.begun)
+        worker.tables.lookup(later(own, bucket.ahead), functools.partial(self._take_rows, worker, asked))
 
     def give_asks(self, number: int, worker: Worker) -> None:
-        for ask in list(self._core.buckets[number].asks):
-            if ask.worker is not worker:
-                self._give_ask(number, worker, ask)
+        for asked in list(self._core.buckets[number].asks):
+            if asked.worker is not worker:
+                self._give(worker, asked)
 
-    def _take_rows(self, number: int, worker: Worker, ask: Ask, reply: Reply) -> None:
+    def _take_rows(self, worker: Worker, asked: Asked, reply: Reply) -> None:
         """Takes an answer, unless another worker will be asked."""
-        bucket = self._core.buckets[number]
+        bucket = self._core.buckets[asked.request.table]
         with bucket.lock:
             if bucket.worker is not worker or (reply.error is not None and self._core.goes_on(reply.error)):
                 return
-            if ask not in bucket.asks:
+            if asked not in bucket.asks:
                 return
-            bucket.asks.remove(ask)
-        ask.on_reply(reply)
+            bucket.asks.remove(asked)
+        asked.on_reply(reply)
 
-    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
-        bucket = declared(self._core.buckets, table)
+    def prefetch(self, request: Lookup) -> Wait | None:
+        bucket = declared(self._core.buckets, request.table)
         with bucket.lock:
             worker = bucket.worker
             if worker is None or bucket.behind:
                 return None
-            if (found := worker.tables.foresee(table, ids, step + bucket.ahead)) is None:
-                return None
-        return _Foreseen(found, worker, ids, step, functools.partial(self._wait_for, table))
+            wait = worker.tables.prefetch(later(request, bucket.ahead))
+        return None if wait is None else functools.partial(self._wait, worker, request, wait)
 
-    def _wait_for(self, table: int, foreseen: _Foreseen, on_reply: OnReply) -> None:
-        bucket = declared(self._core.buckets, table)
+    def _wait(self, worker: Worker, request: Lookup, wait: Wait, on_reply: OnReply) -> None:
+        """Waits for what `worker`, which may have been replaced meanwhile, has prefetched."""
+        bucket = self._core.buckets[request.table]
         with bucket.lock:
-            if bucket.worker is foreseen.worker and self._core.failures.end is None:
-                ask = Ask(foreseen.ids, foreseen.step, on_reply, trains=True, worker=foreseen.worker)
-                bucket.asks.append(ask)
-                bucket.asked = max(bucket.asked, ask.step)
-                foreseen.found.wait(functools.partial(self._take_rows, table, foreseen.worker, ask))
+            if bucket.worker is worker and self._core.failures.end is None:
+                asked = Asked(request, on_reply, worker)
+                bucket.asks.append(asked)
+                bucket.asked = max(bucket.asked, request.step)
+                wait(functools.partial(self._take_rows, worker, asked))
                 return
-        self.ask(table, foreseen.ids, foreseen.step, on_reply, trains=True)
+        self.lookup(request, on_reply)
 
-    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
-        push = RowsPush(None, on_reply, step_scalars=step_scalars, ids=ids, gradients=gradients, step=step)
-        bucket = declared(self._core.buckets, table)
+    def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
+        bucket = declared(self._core.buckets, request.table)
         with bucket.lock:
-            bucket.added = step + 1
-            self._pushing.put(table, push)
+            bucket.added = request.step + 1
+            self._pushing.put(request.table, RowsPush(None, on_reply, update=request))
 
     def drop_given(self) -> list[tuple[Push, Reply]]:
         """Drops gradients that pservers may have had, in other modes than "sync", and counts steps as they do now.
@@ -128,45 +99,29 @@ class ElasticTables:
         """
         answered: list[tuple[Push, Reply]] = []
         for bucket in self._core.buckets:
-            if (kept := bucket.kept) is None or kept.files is None or kept.replays:
+            if (kept := bucket.kept) is None or kept.files is None or kept.replay is not None:
                 continue
             with bucket.lock:
                 given = kept.dropped(bucket.pushes)
                 waiting = [push for push in bucket.pushes if push not in given]
                 bucket.pushes.clear()
                 bucket.pushes.extend(waiting)
-                first = waiting[0].step if waiting and isinstance(waiting[0], RowsPush) else bucket.added
+                first = waiting[0].update.step if waiting and isinstance(waiting[0], RowsPush) else bucket.added
                 bucket.ahead = bucket.replies - first
             answered += [(push, Reply(sum=_NOTHING, step=bucket.replies)) for push in given]
         return answered
 
-    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
-        bucket = declared(self._core.buckets, table)
+    def save(self, request: Save) -> SavedRows:
+        bucket = declared(self._core.buckets, request.table)
 
         def save(worker: Worker) -> SavedRows:
-            self._core.check_there(table)
-            return worker.tables.save_rows(table, step + bucket.ahead, folder, name, since)
+            self._core.check_there(request.table)
+            return worker.tables.save(later(request, bucket.ahead))
 
         return self._core.call(save)
 
-    def restore_rows(
-        self,
-        table: int,
-        step: int,
-        folders: Sequence[str],
-        name: str,
-        identity: str,
-        *,
-        alone: bool = False,
-        seed: str = "",
-    ) -> SavedRows:
-        def restore(worker: Worker, step: int) -> SavedRows:
-            return worker.tables.restore_rows(table, step, folders, name, identity, alone=alone, seed=seed)
+    def load(self, request: Load) -> SavedRows:
+        return self._snapshots.replace(request, lambda tables, own: tables.load(own))
 
-        return self._snapshots.replace(table, step, restore)
-
-    def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
-        def put(worker: Worker, step: int) -> None:
-            worker.tables.put_rows(table, step, ids, rows, identity)
-
-        self._snapshots.replace(table, step, put)
+    def assign(self, request: Assign) -> None:
+        self._snapshots.replace(request, lambda tables, own: tables.assign(own))

@@ -241,27 +241,37 @@ class Runtime:
         with indivisible(self.exchange, spec.name):
             if self.declared.before is not None and not spec.update:
                 self.declared.before(spec)
-            done, replies = threading.Event(), list[Reply]()
-
-            def on_reply(reply: Reply) -> None:
-                replies.append(reply)
-                done.set()
-
             self._exchanged_now += 1
             begin, step = self.spans.now(), self.next_round(bucket)
-            self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
-            deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
-            while not wait(done, _TICK_S if tick else self.wait_s) and time.monotonic() < deadline_s:
-                if self.exchange.paused or (tick is not None and tick(self.exchange.info.progress(bucket))):
-                    deadline_s = time.monotonic() + self.wait_s * 2
-            if not replies:
-                raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
-            if replies[0].error is not None:
-                raise replies[0].error
+            push = functools.partial(self.exchange.push, bucket, payload, step_scalars=step_scalars)
+            reply = self.reply_now(bucket, lambda on_reply: push(on_reply=on_reply), tick)
             if self.recorder.enabled:
                 self.spans.ready(begin, bucket, spec, step, len(as_bytes(payload) or b""))
                 self.spans.waited(begin, self.spans.now(), bucket, spec, step)
-            return replies[0]
+            return reply
+
+    def reply_now(
+        self, bucket: int, begin: Callable[[OnReply], None], tick: Callable[[float], object] | None = None
+    ) -> Reply:
+        """Begins what has one reply, about a bucket, and waits for that on the calling thread; see `exchange_now`."""
+        done, replies = threading.Event(), list[Reply]()
+
+        def on_reply(reply: Reply) -> None:
+            replies.append(reply)
+            done.set()
+
+        begin(on_reply)
+        deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
+        while not wait(done, _TICK_S if tick else self.wait_s) and time.monotonic() < deadline_s:
+            if self.exchange.paused or (tick is not None and tick(self.exchange.info.progress(bucket))):
+                deadline_s = time.monotonic() + self.wait_s * 2
+        if not replies:
+            raise WaitTimeoutError(
+                f"no reply for bucket '{self.declared.spec(bucket).name}' within {self.wait_s * 2:.0f} s"
+            )
+        if replies[0].error is not None:
+            raise replies[0].error
+        return replies[0]
 
     def next_round(self, bucket: int) -> int:
         """Counts a round of `bucket`, and returns its number."""

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfps.collectives import AllGather
 from tfps.compression import NONE
 from tfps.config import Config
+from tfps.embeddings.variable import all_tables, prefetch
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.exchange.interface import Exchange
 from tfps.graph import common_rows
@@ -41,7 +42,6 @@ from tfps.keras_hooks.loops import Sharding
 from tfps.keras_hooks.random_numbers import stateful_apart
 from tfps.policies import POLICIES
 from tfps.policies.remote_optimizers import update_eagerly
-from tfps.policies.table_variable import all_tables, foresee
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
@@ -121,7 +121,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             self.guard = Guard(runtime, replicas, factor, codec, config.on_nonfinite)
         self.policy.attach(strategy)
         if self.staging is not None:
-            self.staging.foresee = functools.partial(foresee, weakref.ref(strategy))
+            self.staging.foresee = functools.partial(prefetch, weakref.ref(strategy))
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()

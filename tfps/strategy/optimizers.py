@@ -35,8 +35,9 @@ from tfps.keras_hooks.keras_private import (
     trained_variables,
 )
 from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow
-from tfps.policies.table_variable import TableVariable, tables_apart
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
+from tfps.updates import itself
+from tfps.updates.itself import UpdatesItself
 from tfps.updates.nonfinite import Guard
 from tfps.updates.variables import GatedVariable, current_replica
 
@@ -75,8 +76,8 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref
 def _build(original: Function, optimizer: Optimizer, variables: Sequence[Variable]) -> object:
     """Adopts an optimizer created outside, and prepares what its updates, gates and checkpoints need."""
     _built_for[optimizer] = list(variables)
-    _check_scope(optimizer, tables_apart(variables))
-    _prepare(optimizer, tables_apart(variables))
+    _check_scope(optimizer, itself.others(variables))
+    _prepare(optimizer, itself.others(variables))
     return original(optimizer, variables)
 
 
@@ -85,7 +86,7 @@ def _build_with_scaling(original: Function, optimizer: Optimizer, variables: Seq
     _scaling[optimizer.inner_optimizer] = weakref.ref(optimizer)
     with _scope_of(variables):
         built = original(optimizer, variables)
-        _prepare(optimizer, tables_apart(variables))  # with Keras 3.8 it is not built as other optimizers are
+        _prepare(optimizer, itself.others(variables))  # with Keras 3.8 it is not built as other optimizers are
     return built
 
 
@@ -183,7 +184,7 @@ def _apply_apart(
     original: Function, optimizer: Optimizer, grads: Sequence[Value], variables: Sequence[Variable] | None
 ) -> object:
     """Sends the gradients of tables, and has Keras' `original` apply the others."""
-    tables = [each for each in variables or () if isinstance(each, TableVariable)]
+    tables = [each for each in variables or () if isinstance(each, UpdatesItself)]
     if not tables:
         return original(optimizer, grads, variables)
     variables = list(variables or ())  # some, as there are tables
@@ -200,10 +201,10 @@ def _apply_apart(
     around = _scaling.get(optimizer, lambda: None)()
     scales = [each for each in (optimizer.loss_scale_factor, around and around.dynamic_scale) if each is not None]
     for gradient, variable in zip(grads, variables, strict=True):
-        if isinstance(variable, TableVariable) and gradient is not None:
+        if isinstance(variable, UpdatesItself) and gradient is not None:
             for scale in scales:
                 gradient = with_values(gradient, functools.partial(_divided, tf.cast(scale, tf.float32)))
-            variable.update(gradient, optimizer)
+            variable.apply(gradient, optimizer)
     for own in {id(each.optimizer): each.optimizer for each in tables if each.optimizer is not None}.values():
         if own is not optimizer:
             batch_counter(own).assign_add(1)
@@ -218,9 +219,9 @@ def _apart(
     grads: Sequence[Value], variables: Sequence[Variable] | None
 ) -> tuple[Sequence[Value], Sequence[Variable] | None]:
     """Gradients and variables without those of tables."""
-    if variables is None or len(tables_apart(variables)) == len(variables):
+    if variables is None or len(itself.others(variables)) == len(variables):
         return grads, variables
-    others = [pair for pair in zip(grads, variables, strict=True) if not isinstance(pair[1], TableVariable)]
+    others = [pair for pair in zip(grads, variables, strict=True) if not isinstance(pair[1], UpdatesItself)]
     return [gradient for gradient, _ in others], [variable for _, variable in others]
 
 

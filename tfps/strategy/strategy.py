@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from tfps.config import Config, Launch, Security, TraceRequest, checks_names, ignored_variables, unknown_variables
+from tfps.embeddings.saving import restore_tables, save_tables
 from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.patches import BaseStrategy, open_strategies
@@ -33,7 +34,6 @@ from tfps.runtime.trace_run import TraceRun, record_unattended
 from tfps.strategy.extended import Extended
 from tfps.strategy.patches import install_all
 from tfps.strategy.preemption import leave_on_sigterm
-from tfps.strategy.table_files import restore_tables, save_tables
 from tfps.strategy.tasks import resolver_of
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches

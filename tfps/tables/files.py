@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from tfps.errors import ConfigError
+from tfps.exchange.requests import Load, Save, SavedRows
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Chunk, Table
@@ -217,17 +218,27 @@ def read_table(table: Table, directories: str | Path | Sequence[str | Path], nam
     return {"step": step, "rows": table.stats().rows, "nbytes": nbytes, "slots": int(slots)}
 
 
-def restored(table: Table, folders: Sequence[str], name: str, seed: str) -> dict[str, int]:
-    """As `read_table`; without folders no id has a row, and all read as initial values of `seed`, a decimal number."""
-    if folders:
-        return read_table(table, folders, name)
+def save(table: Table, request: Save, lock: AbstractContextManager[object]) -> SavedRows:
+    """Writes this owner's shard, and removes what nobody needs any more; see `write_shard`."""
+    folder, since, before = request.folder, request.since, request.before
+    found = write_shard(table, folder, request.name, since=since, before=before, lock=lock)
+    if table.place == 0:
+        remove_saves(folder, request.remove)
+    return SavedRows(found["step"], found["rows"], found["nbytes"], found["since"] is None)
+
+
+def load(table: Table, request: Load) -> SavedRows:
+    """As `read_table`; without folders no id has a row, and all read as initial values of a seed, a decimal number."""
+    if request.folders:
+        found = read_table(table, request.folders, request.name)
+        return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
     try:
-        number = int(seed)
+        number = int(request.seed)
     except ValueError as error:
-        raise ConfigError(f"a table without rows must have a seed, got {seed!r}") from error
+        raise ConfigError(f"a table without rows must have a seed, got {request.seed!r}") from error
     table.clear()
     table.begin_as(number, table.spec.initial)
-    return {"step": 0, "rows": 0, "nbytes": 0, "slots": 1}
+    return SavedRows(0, 0, 0)
 
 
 def remove_saves(folder: str | Path, names: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ import collections
 
 import numpy as np
 
-from tfps.tables.hashing import Ids
+from tfps.exchange.requests import Ids
 
 LEAST_KEPT, SHARE_KEPT = 2**16, 4  # ids that are kept: so many, or one for so many rows
 

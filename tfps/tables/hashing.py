@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int64]
+from tfps.exchange.requests import Ids
+
 Hashes = NDArray[np.uint64]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step from one number of a stream to the next

@@ -11,8 +11,8 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
+from tfps.exchange.requests import Ids
 from tfps.tables import hashing
-from tfps.tables.hashing import Ids
 from tfps.tables.region import Region
 from tfps.types import Array
 

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfps.errors import ConfigError
+from tfps.exchange.requests import Ids
 from tfps.exchange.rules import CHUNK, Floats
-from tfps.tables.hashing import GOLDEN, Ids, mix
+from tfps.tables.hashing import GOLDEN, mix
 
 Doubles = NDArray[np.float64]
 

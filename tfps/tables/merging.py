@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfps.exchange.requests import Ids
 from tfps.exchange.rules import Floats
-from tfps.tables.hashing import Ids
 from tfps.types import Array
 
 

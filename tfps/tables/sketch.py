@@ -15,7 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tfps.tables.hashing import GOLDEN, Ids, mix
+from tfps.exchange.requests import Ids
+from tfps.tables.hashing import GOLDEN, mix
 from tfps.tables.index import PIECE
 from tfps.types import Array
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from tfps.errors import ConfigError, ProtocolError
 from tfps.exchange.codecs import ITEM_BYTES
+from tfps.exchange.requests import Ids
 from tfps.exchange.update_spec import MEAN, UpdateSpec
 from tfps.tables import hashing
-from tfps.tables.hashing import Ids
 from tfps.tables.initial import Initial
 
 MOST_DIM, MOST_ROWS, MOST_STEP = 2**20, 2**62, 2**31 - 2

@@ -11,25 +11,21 @@ from numpy.typing import NDArray
 
 from tfps.errors import ConfigError, ProtocolError
 from tfps.exchange import rules
+from tfps.exchange.requests import Ids
 from tfps.exchange.rules import CHUNK, Floats
 from tfps.exchange.update_spec import StepScalars
 from tfps.tables import hashing
 from tfps.tables.gone import Gone
-from tfps.tables.hashing import Ids
-from tfps.tables.index import MOST_POSITIONS, PIECE, Index, Positions
+from tfps.tables.index import MOST_POSITIONS, PIECE, Positions
 from tfps.tables.initial import Initial
 from tfps.tables.merging import One, Part, Several, first_repeated, merged
-from tfps.tables.region import Region
 from tfps.tables.sketch import Sketch
 from tfps.tables.spec import MOST_STEP, TableSpec
+from tfps.tables.storage import Fixed, Growing
 from tfps.types import Array
 
 Steps = NDArray[np.int32]
 
-_SCANNED = 2**16  # stamps that are looked at at a time
-_BLOCK_BYTES = 4096  # memory is taken by the page
-_LEAST_ROWS = 1024  # there is room for
-_GROWTH = 1.5  # times as many when it is full
 _SLACK = 16  # where rows are too many, one more of so many goes: looking for the oldest is dear
 _SWEEPS = 8  # in the time that rows are kept
 
@@ -38,11 +34,11 @@ class TableStats(NamedTuple):
     """Of one pserver's part of a table, since it was made."""
 
     rows: int  # that are there, also such as are past their time and not yet swept
-    nbytes: int  # of memory: rows, slots, stamps, index and all else
-    made: int  # rows, by updates
-    evicted: int  # rows: there were more than `max_rows`
-    expired: int  # rows
-    refused: int  # gradients of ids that had no row yet (`admit_after`)
+    memory_bytes: int  # rows, slots, stamps, index and all else
+    made_rows: int  # by updates
+    evicted_rows: int  # there were more than `max_rows`
+    expired_rows: int
+    refused_rows: int  # gradients of ids that had no row yet (`admit_after`)
 
 
 class Chunk(NamedTuple):
@@ -56,10 +52,9 @@ class Chunk(NamedTuple):
 class Table:
     """Those rows of a table that `place` of `count` pservers owns.
 
-    Time passes by steps: the **newest** is the largest that an update or `advance` has named (-1 before). With
+    Time passes by steps: the **newest** is the largest that an update has named (-1 before), also one of no rows. With
     `expire_after=S` a row is there as long as the newest step is less than S steps after its last update; what is past
-    its time is no more read, and freed now and then. Call `advance` (or `update` with nothing) in steps that have no id
-    of this pserver.
+    its time is no more read, and freed now and then.
 
     With `max_rows` rows go after the update that made too many, the least recently updated first, and among those of
     one step in an order that depends on their ids only. One row in sixteen goes more than must.
@@ -73,31 +68,25 @@ class Table:
         if not 0 <= place < count <= 2**31:
             raise ConfigError(f"place of {label} must be from 0 to below count, at most 2**31, got {place} and {count}")
         self.spec, self.place, self.count, self.label = spec, place, count, label
-        self._index: Index | None = None
-        if spec.rows is None:
-            items = _LEAST_ROWS
-        elif (items := max(-(-(spec.rows - place) // count), 1)) > MOST_POSITIONS:
+        if spec.rows is not None and -(-(spec.rows - place) // count) > MOST_POSITIONS:
             raise ConfigError(
                 f"rows of {label} must be at most {MOST_POSITIONS} for each pserver, got {spec.rows} for {count}"
             )
-        self._items = items
         self._slots = [name for name, _ in spec.update.slots]
         self._limit = None if spec.max_rows is None else -(-spec.max_rows // count)
         self._sketch = Sketch(spec.admit_after) if spec.admit_after > 1 else None
         self._gone = Gone()
         self._each = max(CHUNK // spec.dim, 1)  # rows that are worked on at a time
         self._made = self._evicted = self._expired = self._refused = 0
-        self._allocate()
+        self._ahead = 0  # by so many steps the newest is ahead of the job's; see `follow`
+        self._begin()
 
-    def _allocate(self) -> None:
-        sparse, dim = self.spec.rows is not None, self.spec.dim
-        self._index = None if sparse else Index()
-        self._arrays = [Region(np.float32, self._items, dim, sparse=sparse) for _ in range(1 + len(self._slots))]
-        self._stamps = Region(np.int32, self._items, sparse=sparse)  # step of the last update + 1, or 0: no row
-        self._rows = 0  # of a fixed table
-        # Of a fixed table: which blocks of rows, and of stamps, something has been written to.
-        self._rows_of_block = max(_BLOCK_BYTES // (4 * dim), 1)
-        self._written = np.zeros(-(-self._items // self._rows_of_block) if sparse else 0, np.bool_)
+    def _begin(self) -> None:
+        spec, arrays = self.spec, 1 + len(self._slots)
+        items = max(-(-((spec.rows or 0) - self.place) // self.count), 1)
+        self._stored: Fixed | Growing = (
+            Growing(spec.dim, arrays) if spec.rows is None else Fixed(items, spec.dim, arrays, self.place, self.count)
+        )
         self._step, self._next_sweep = -1, 0
 
     @property
@@ -105,16 +94,20 @@ class Table:
         """The newest step, -1 before the first."""
         return self._step
 
+    def follow(self, step: int) -> None:
+        """What is `step` from now on comes after the newest: a job goes on with rows of one that was further."""
+        self._ahead = max(self._step + 1 - step, 0)
+
     # What workers do
 
-    def pull(self, ids: Ids) -> Floats:
+    def lookup(self, ids: Ids) -> Floats:
         """The rows of `ids` (int64 [n], may repeat) as float32 [n, dim], a copy; changes nothing.
 
         Raises ProtocolError: an id is out of range or owned by another pserver.
         """
         ids = self._checked(ids)
         pulled = np.empty((ids.size, self.spec.dim), np.float32)
-        rows = self._arrays[0].array
+        rows = self._stored.arrays[0].array
         for begin in range(0, ids.size, PIECE):
             some, out = ids[begin : begin + PIECE], pulled[begin : begin + PIECE]
             positions = self._find(some, self._step)
@@ -147,31 +140,20 @@ class Table:
             self._apply(gradients, positions, dict(zip(names, scalars.values, strict=True)), step)
         self._pass(step)
 
-    def advance(self, step: int) -> None:
-        """Makes `step` the newest, if it is: an update without ids."""
-        self._pass(self._checked_step(step))
-
     def sweep(self) -> None:
         """Frees all rows that are past their time. Updates do so now and then; what is read does not depend on it."""
-        if self.spec.expire_after is None or self._index is None:
+        if self.spec.expire_after is None:
             return
         latest = self._step - self.spec.expire_after + 1  # stamps up to it are past their time
-        for positions in self._stamped(1, latest):
+        for positions in self._stored.stamped(1, latest):
             self._expired += positions.size
             self._remove(positions, self._step)
         self._next_sweep = self._step + max(self.spec.expire_after // _SWEEPS, 1)
 
     def stats(self) -> TableStats:
         """See there."""
-        if self._index is None:
-            blocks = int(np.count_nonzero(self._written))
-            block_bytes = self._rows_of_block * (self.spec.row_bytes + 4)
-            rows, used = self._rows, self._written.nbytes + blocks * block_bytes
-        else:
-            rows = self._index.rows
-            used = self._index.nbytes + self._index.top * (self.spec.row_bytes + 4) + self._gone.nbytes
-        used += self._sketch.nbytes if self._sketch else 0
-        return TableStats(rows, used, self._made, self._evicted, self._expired, self._refused)
+        used = self._stored.nbytes + self._gone.nbytes + (self._sketch.nbytes if self._sketch else 0)
+        return TableStats(self._stored.rows, used, self._made, self._evicted, self._expired, self._refused)
 
     def _checked(self, ids: Ids) -> Ids:
         found = np.asarray(ids)
@@ -204,6 +186,7 @@ class Table:
         return Part(ids, np.ascontiguousarray(found))
 
     def _checked_step(self, step: int) -> int:
+        step += self._ahead
         if not 0 <= step <= MOST_STEP:
             raise ProtocolError(f"step of {self.label} must be from 0 to {MOST_STEP}, got {step}")
         return max(step, self._step)
@@ -212,13 +195,10 @@ class Table:
 
     def _find(self, ids: Ids, now: int) -> Positions:
         """The positions of rows that are there when the newest step is `now`, -1 for others."""
-        if self._index is None:
-            positions = ids if self.count == 1 else ids // self.count
-            return np.where(self._stamps.array.take(positions) > 0, positions, -1)
-        positions = self._index.find(ids)
+        positions = self._stored.find(ids)
         if self.spec.expire_after is not None:
             latest = now - self.spec.expire_after + 1
-            positions[self._stamps.array.take(positions, mode="clip") <= latest] = -1
+            positions[self._stored.stamps.array.take(positions, mode="clip") <= latest] = -1
         return positions
 
     def _find_or_make(self, ids: Ids, step: int) -> Positions:
@@ -230,13 +210,13 @@ class Table:
         missing = np.flatnonzero(positions < 0)
         if not missing.size:
             return positions
-        if self.spec.expire_after is not None and self._index is not None:  # what is there, but past its time
-            past = self._index.find(ids[missing])
+        if self.spec.expire_after is not None:  # what is there, but past its time
+            past = self._stored.find(ids[missing])
             if (past := past[past >= 0]).size:
                 self._expired += past.size
                 self._remove(past, now)
         if self._sketch is not None:
-            self._reserve(missing.size)
+            self._stored.reserve(missing.size)
             enough = self._sketch.add(ids[missing]) >= self.spec.admit_after
             self._refused += int(missing.size - np.count_nonzero(enough))
             missing = missing[enough]
@@ -245,36 +225,14 @@ class Table:
 
     def _make(self, ids: Ids) -> Positions:
         """Rows of `ids`, which have none: initial values. The caller stamps them."""
-        positions = self._place(ids)
+        positions, stored = self._stored.place(ids), self._stored
         for begin in range(0, ids.size, self._each):
             some = positions[begin : begin + self._each]
             values = self.spec.initial.values(self.spec.seed, ids[begin : begin + self._each], self.spec.dim)
-            self._arrays[0].put(some, values)
-            for (_, value), region in zip(self.spec.update.slots, self._arrays[1:], strict=True):
-                region.put(some, np.full(values.shape, value, np.float32))
+            slots = [np.full(values.shape, value, np.float32) for _, value in self.spec.update.slots]
+            stored.write(some, [values, *slots])
         self._made += ids.size
         return positions
-
-    def _place(self, ids: Ids) -> Positions:
-        """Positions for `ids`, which have no rows."""
-        if self._index is None:
-            positions = ids // self.count
-            self._written[positions // self._rows_of_block] = True
-            self._rows += ids.size
-            return positions
-        self._reserve(ids.size)
-        return self._index.add(ids)
-
-    def _reserve(self, more: int) -> None:
-        """Makes room for so many more rows, or MemoryError."""
-        if self._index is None:
-            return
-        self._index.reserve(more)
-        needed = self._index.top + more
-        if needed > self._stamps.items:
-            items = min(max(needed, int(self._stamps.items * _GROWTH)), MOST_POSITIONS)
-            for region in (*self._arrays, self._stamps):
-                region.grow(items)
 
     def _apply(self, gradients: One | Several, positions: Positions, scalars: dict[str, float], step: int) -> None:
         chosen: Array | None = None
@@ -285,78 +243,48 @@ class Table:
         for begin in range(0, positions.size, self._each):
             part = slice(begin, min(begin + self._each, positions.size))
             at = positions[part]
-            copies = [region.array.take(at, axis=0) for region in self._arrays]
+            copies = self._stored.read(at)
             w, *slots = (copy.reshape(-1) for copy in copies)
             g = gradients.rows(part if chosen is None else chosen[part]).reshape(-1)
             runs = [(0, at.size * dim, spec.decayed[0])]
             rules.update(spec, runs, w, dict(zip(self._slots, slots, strict=True)), g, scalars)
-            for region, copy in zip(self._arrays, copies, strict=True):
-                region.put(at, copy)
-        self._stamps.array[positions] = step + 1
+            self._stored.write(at, copies)
+        self._stored.stamps.array[positions] = step + 1
 
     # Rows go
 
     def _pass(self, step: int) -> None:
         self._step = step
-        if self._index is None:
-            return
         if self.spec.expire_after is not None and step >= self._next_sweep:
             self.sweep()
-        if self._limit is not None and self._index.rows > self._limit:
+        if self._limit is not None and self._stored.rows > self._limit:
             self.sweep()
-            if self._index.rows > self._limit:
-                self._evict(self._index.rows - self._limit + self._limit // _SLACK)
+            if self._stored.rows > self._limit:
+                self._evict(self._stored.rows - self._limit + self._limit // _SLACK)
 
     def _evict(self, count: int) -> None:
         """Removes `count` rows: those with the lowest stamps and, of the last stamp, with the lowest hashes."""
         low, high = 1, self._step + 1  # by halves to the least stamp up to which there are enough
         while low < high:
             middle = (low + high) // 2
-            if self._count_stamped(middle) >= count:
+            if self._stored.count_stamped(middle) >= count:
                 high = middle
             else:
                 low = middle + 1
-        for positions in self._stamped(1, low - 1):
+        for positions in self._stored.stamped(1, low - 1):
             self._evicted += positions.size
             self._remove(positions, self._step)
             count -= positions.size
-        last = np.concatenate(list(self._stamped(low, low)))
+        last = np.concatenate(list(self._stored.stamped(low, low)))
         if count < last.size:
-            last = last[np.argpartition(hashing.of_ids(self._ids_at(last)), count - 1)[:count]]
+            last = last[np.argpartition(hashing.of_ids(self._stored.ids_at(last)), count - 1)[:count]]
         self._evicted += last.size
         self._remove(np.sort(last), self._step)
 
     def _remove(self, positions: Positions, step: int) -> None:
-        if self._index is not None and positions.size:
-            self._gone.add(step, self._index.ids(positions), self._index.rows - positions.size)
-            self._index.remove(positions)
-            self._stamps.array[positions] = 0
-
-    @property
-    def _top(self) -> int:
-        """Rows are at positions below it."""
-        return self._items if self._index is None else self._index.top
-
-    def _count_stamped(self, last: int) -> int:
-        """Rows with a stamp up to `last`."""
-        count = 0
-        for begin in range(0, self._top, _SCANNED):
-            stamps = self._stamps.array[begin : min(begin + _SCANNED, self._top)]
-            count += int(np.count_nonzero((stamps <= last) & (stamps > 0)))
-        return count
-
-    def _stamped(self, first: int, last: int, begin: int = 0) -> Iterator[Positions]:
-        """Positions from `begin` on of rows with stamps from `first` (at least 1) to `last`, ascending, by and by."""
-        while first <= last and begin < self._top:
-            stamps = self._stamps.array[begin : min(begin + _SCANNED, self._top)]
-            found = np.flatnonzero((stamps >= first) & (stamps <= last)) + begin
-            del stamps  # what is yielded to may grow the table
-            if found.size:
-                yield found
-            begin += _SCANNED
-
-    def _ids_at(self, positions: Positions) -> Ids:
-        return positions * self.count + self.place if self._index is None else self._index.ids(positions)
+        if positions.size:
+            self._gone.add(step, self._stored.ids_at(positions), self._stored.rows - positions.size)
+            self._stored.remove(positions)
 
     # Rows are saved and restored
 
@@ -378,7 +306,7 @@ class Table:
                 first = max(first, self._step - self.spec.expire_after + 2)
             found = list[Positions]()
             size = 0
-            for positions in self._stamped(first, MOST_STEP + 1, begin):
+            for positions in self._stored.stamped(first, MOST_STEP + 1, begin):
                 found.append(positions)
                 size += positions.size
                 if size >= most_rows:
@@ -387,9 +315,9 @@ class Table:
                 return
             chosen = np.concatenate(found)[:most_rows]
             begin = int(chosen[-1]) + 1
-            steps: Steps = self._stamps.array.take(chosen)
+            steps: Steps = self._stored.stamps.array.take(chosen)
             steps -= 1
-            yield Chunk(self._ids_at(chosen), steps, [region.array.take(chosen, axis=0) for region in self._arrays])
+            yield Chunk(self._stored.ids_at(chosen), steps, self._stored.read(chosen))
 
     def gone(self, since: int) -> Ids | None:
         """Ids whose rows have gone in step `since` or later, also if they have come again: unique, ascending.
@@ -404,7 +332,7 @@ class Table:
         if self._sketch is not None:
             self._sketch = Sketch(self.spec.admit_after)
         self._gone.begin(self._step + 1)
-        self._allocate()
+        self._begin()
 
     def restore(self, chunk: Chunk) -> None:
         """Puts the rows of `chunk` (ids unique) that this place owns, in place of what is there; skips others.
@@ -414,11 +342,11 @@ class Table:
         ids, steps = np.ascontiguousarray(chunk.ids), chunk.steps
         every: list[Array] = [ids, steps, *chunk.arrays]
         got = [f"{array.dtype} {list(array.shape)}" for array in every]
-        rows = [f"float32 [{ids.size}, {self.spec.dim}]"] * len(self._arrays)
+        rows = [f"float32 [{ids.size}, {self.spec.dim}]"] * len(self._stored.arrays)
         if got != [f"int64 [{ids.size}]", f"int32 [{ids.size}]", *rows]:
             raise ProtocolError(
-                f"a chunk of {self.label} must have ids int64 [n], steps int32 [n] and {len(self._arrays)} arrays "
-                f"float32 [n, {self.spec.dim}], got {', '.join(got)}"
+                f"a chunk of {self.label} must have ids int64 [n], steps int32 [n] and {len(rows)} arrays float32 "
+                f"[n, {self.spec.dim}], got {', '.join(got)}"
             )
         if steps.size and not (steps.min() >= 0 and steps.max() <= MOST_STEP):
             raise ProtocolError(f"steps of a chunk of {self.label} must be from 0 to {MOST_STEP}, got {steps.min()}")
@@ -428,20 +356,27 @@ class Table:
         for begin in range(0, ids.size, PIECE):
             some = ids[begin : begin + PIECE]
             own = np.flatnonzero(self.spec.owners(some, self.count) == self.place)
-            if own.size:
-                self._put(some[own], steps[begin + own], [array[begin + own] for array in chunk.arrays])
+            if not own.size:
+                continue
+            positions = self._stored.find(some[own])
+            missing = np.flatnonzero(positions < 0)
+            positions[missing] = self._stored.place(some[own[missing]])
+            self._stored.write(positions, [array[begin + own] for array in chunk.arrays])
+            self._stored.stamps.array[positions] = steps[begin + own] + 1
+            self._step = max(self._step, int(steps[begin + own].max()))
+            self._gone.begin(self._step + 1)  # what their owner has removed before is not known here
 
-    def put(self, ids: Ids, rows: Floats) -> None:
+    def assign(self, ids: Ids, rows: Floats) -> None:
         """Replaces the rows [n, dim] of `ids` (unique), which this place owns; slots stay, or begin where there is no
         row. Counts as an update in the newest step. Raises ProtocolError as `update` does.
         """
         part = self._checked_part(ids, rows)
         self.sweep()  # what is past its time has no slots to keep
-        positions = self._held(part.ids)
+        positions = self._stored.find(part.ids)
         missing = np.flatnonzero(positions < 0)
         positions[missing] = self._make(part.ids[missing])
-        self._arrays[0].put(positions, part.gradients)
-        self._stamps.array[positions] = max(self._step, 0) + 1
+        self._stored.arrays[0].put(positions, part.gradients)
+        self._stored.stamps.array[positions] = max(self._step, 0) + 1
         self._pass(max(self._step, 0))
 
     def change(self, spec: TableSpec) -> None:
@@ -453,49 +388,21 @@ class Table:
         changed = dataclasses.replace(self.spec, update=spec.update)
         if changed != spec:
             raise ConfigError(f"{self.label} can only change its update, {self.spec.text()}, got {spec.text()}")
-        sparse, items = self._index is None, self._stamps.items
-        slots = [Region(np.float32, items, spec.dim, sparse=sparse) for _ in spec.update.slots]
         self.spec, self._slots = spec, [name for name, _ in spec.update.slots]
-        self._arrays = [self._arrays[0], *slots]
         self._gone.begin(self._step + 1)  # slots of all rows have changed, so the next save is a full one
-        for positions in self._stamped(1, MOST_STEP + 1):
-            for (_, value), region in zip(spec.update.slots, self._arrays[1:], strict=True):
-                region.put(positions, np.full((positions.size, spec.dim), value, np.float32))
-
-    def _put(self, ids: Ids, steps: Array, arrays: list[Floats]) -> None:
-        positions = self._held(ids)
-        missing = np.flatnonzero(positions < 0)
-        positions[missing] = self._place(ids[missing])
-        for region, values in zip(self._arrays, arrays, strict=True):
-            region.put(positions, values)
-        self._stamps.array[positions] = steps + 1
-        self._step = max(self._step, int(steps.max()))
-        self._gone.begin(self._step + 1)  # what their owner has removed before is not known here
-
-    def _held(self, ids: Ids) -> Positions:
-        """The positions of the rows of `ids`, also of those past their time; -1 where there is none."""
-        return self._find(ids, -1)
+        self._stored.renew_slots([value for _, value in spec.update.slots])
 
     def remove(self, ids: Ids) -> None:
         """Removes the rows of `ids` (unique), if they are here, for a restore: they are in no count, nor in `gone`."""
         for begin in range(0, ids.size, PIECE):
-            positions = self._held(ids[begin : begin + PIECE])
-            self._drop(positions[positions >= 0])
+            positions = self._stored.find(ids[begin : begin + PIECE])
+            self._stored.remove(positions[positions >= 0])
         self._gone.begin(self._step + 1)
 
     def remove_owned(self, place: int, count: int) -> None:
         """Likewise all rows that `place` of `count` pservers would own."""
-        for positions in self._stamped(1, MOST_STEP + 1):
-            self._drop(positions[self.spec.owners(self._ids_at(positions), count) == place])
-
-    def _drop(self, positions: Positions) -> None:
-        if not positions.size:
-            return
-        if self._index is None:
-            self._rows -= positions.size
-        else:
-            self._index.remove(positions)
-        self._stamps.array[positions] = 0
+        for positions in self._stored.stamped(1, MOST_STEP + 1):
+            self._stored.remove(positions[self.spec.owners(self._stored.ids_at(positions), count) == place])
 
     def begin_as(self, seed: int, initial: Initial) -> None:
         """Ids without a row read as these initial values from now on; for a table that has been cleared."""

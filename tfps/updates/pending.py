@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from tfps.compression import LEAST_BYTES, NONE
 from tfps.exchange.codecs import codec_of
-from tfps.exchange.interface import BucketKind, BucketSpec
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.kinds import BucketKind
 from tfps.exchange.layout import bucket_limit
 from tfps.graph import common_rows
 from tfps.graph import ops as graph_ops

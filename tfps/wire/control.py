@@ -17,7 +17,8 @@ from tfps.compression import NONE
 from tfps.config import Config, Security
 from tfps.errors import ClosedError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.codecs import codec_of
-from tfps.exchange.interface import BucketKind, BucketSpec
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.kinds import BucketKind
 from tfps.exchange.layout import Layout
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.protos import tfps_pb2 as pb

@@ -19,6 +19,7 @@ from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.codecs import ITEM_BYTES, Floats
 from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply, declared
 from tfps.exchange.layout import Cutting, Placer, Slice, cut, cut_sum
+from tfps.membership.view import View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind, decode_ranks
@@ -71,9 +72,9 @@ class PushedBucket:
     first: int = 0  # step of this job, which may go on from another one
 
     @classmethod
-    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, workers: int) -> PushedBucket:
-        """One that has just been declared."""
-        everybody = frozenset(range(workers))
+    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, view: View) -> PushedBucket:
+        """One that has just been declared, for the ranks and pservers of `view`."""
+        everybody = frozenset(range(view.workers))
         if spec.kind == "gather":
             return cls(spec, Cutting([], [placer.place_gather()]), everybody)
         feeds_back = spec.codec is not None and spec.codec.feeds_back
@@ -144,11 +145,11 @@ class PushedBucket:
                 target = push.region.target(piece.offset, piece.nbytes)
             yield owner, Outgoing(header, 0 if part is None else piece.nbytes, part, target=target)
 
-    def place(self, pserver: int, push: Push, header: Header, nbytes: int) -> memoryview | None:
-        """Where to receive a slice of the reply; None for a gather, which keeps its pieces, and for what is encoded."""
-        if self.spec.kind != "sum":
+    def memory(self, incoming: Incoming, header: Header, nbytes: int) -> memoryview | None:
+        """Where to receive a slice of a reply; None for a gather, which keeps its pieces, and for what is encoded."""
+        if (push := self._answered_by(incoming, header)) is None or self.spec.kind != "sum":
             return None
-        where = self._where(pserver, header, nbytes)
+        where = self._where(incoming.pserver, header, nbytes)
         if self.spec.codec is not None and not header.flags & WHOLE:
             return None
         out = self._arrives(push, header.index, where)
@@ -197,11 +198,37 @@ class PushedBucket:
             whole = len(push.copied) == len(self.cutting.slices)
             return Reply(sum=push.buffer, ranks=push.ranks, step=push.step) if whole else None
 
-    def answered(
-        self, pserver: int, header: Header, payload: memoryview, ranks: Collection[int]
-    ) -> tuple[OnReply, Reply] | None:
-        """Takes a frame of a table's answer; see `TableBucket`."""
-        raise ProtocolError(f"bucket '{self.spec.name}' is no table")
+    def receive(self, incoming: Incoming, header: Header, payload: memoryview, place: Place | None) -> None:
+        """Takes a frame of a reply, and gives the reply to whoever has pushed once it is complete."""
+        if (push := self._answered_by(incoming, header)) is None:
+            return
+        ranks = incoming.ranks(header)
+        if (reply := self.take(incoming.pserver, push, header, payload, place, ranks)) is None:
+            return
+        again = push.torn and self.is_atomic
+        with self.lock:
+            if self.current is not push:
+                return  # already answered by a failure
+            self.current = None
+            if again:  # all ranks see the same slices, so all push again
+                self.waiting.appendleft(Push(push.payload, push.on_reply))
+            incoming.start_next(header.bucket, self)
+        if push.without and not self.spec.occasional:
+            incoming.on_missing(self, push)
+        if not again:
+            push.on_reply(reply)
+
+    def _answered_by(self, incoming: Incoming, header: Header) -> Push | None:
+        """The push that a reply answers; None once the exchange has ended."""
+        with self.lock:
+            push = self.current
+            if push is None:
+                if incoming.ended:
+                    return None
+                raise ProtocolError(f"a reply of bucket '{self.spec.name}' must follow a push, got one without")
+            if header.step != push.step:
+                raise ProtocolError(f"step of bucket '{self.spec.name}' must be {push.step}, got {header.step}")
+            return push
 
     def _where(self, pserver: int, header: Header, nbytes: int | None) -> Slice:
         """The slice that a frame has, of `nbytes` unless they are in shared memory."""
@@ -254,64 +281,35 @@ class Incoming:
         on_missing: Callable[[PushedBucket, Push], None],
         everybody: Sequence[int],
     ) -> None:
-        self._pserver, self._buckets, self._state, self._recorder = pserver, buckets, state, recorder
-        self._start_next, self._on_notice, self._on_missing = start_next, on_notice, on_missing
+        self.pserver, self.start_next, self.on_missing = pserver, start_next, on_missing
+        self._buckets, self._state, self._recorder, self._on_notice = buckets, state, recorder, on_notice
         self._sets: dict[int, tuple[int, ...]] = {1: tuple(everybody)}  # of ranks, by number; see RankSets
+
+    @property
+    def ended(self) -> bool:
+        """Whether the exchange has."""
+        return self._state.end is not None
+
+    def ranks(self, header: Header) -> tuple[int, ...]:
+        """Whose pushes are in a reply."""
+        if (ranks := self._sets.get(header.generation)) is None:
+            raise ProtocolError(f"generation of a reply must be one that was told (RANKS), got {header.generation}")
+        return ranks
 
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
         if header.kind != Kind.REPLY or header.flags & SHARED:
             return None
-        if declared(self._buckets, header.bucket).spec.kind == "table":
-            return None
-        bucket, push = self._pushed(header)
-        return None if push is None else bucket.place(self._pserver, push, header, nbytes)
+        return declared(self._buckets, header.bucket).memory(self, header, nbytes)
 
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        bucket, push = declared(self._buckets, header.bucket), None
-        is_table = bucket.spec.kind == "table"
-        if not is_table:
-            bucket, push = self._pushed(header)
+        bucket = declared(self._buckets, header.bucket)
         if self._recorder.enabled:
             now_ns = self._recorder.clock()
-            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
-        if push is None and not is_table:
-            return
-        if (ranks := self._sets.get(header.generation)) is None:
-            raise ProtocolError(f"generation of a reply must be one that was told (RANKS), got {header.generation}")
-        if push is None:
-            if (answered := bucket.answered(self._pserver, header, payload, ranks)) is not None:
-                answered[0](answered[1])
-            return
-        if (reply := bucket.take(self._pserver, push, header, payload, place, ranks)) is None:
-            return
-        again = push.torn and bucket.is_atomic
-        with bucket.lock:
-            if bucket.current is not push:
-                return  # already answered by a failure
-            bucket.current = None
-            if again:  # all ranks see the same slices, so all push again
-                bucket.waiting.appendleft(Push(push.payload, push.on_reply))
-            self._start_next(header.bucket, bucket)
-        if push.without and not bucket.spec.occasional:
-            self._on_missing(bucket, push)
-        if not again:
-            push.on_reply(reply)
+            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self.pserver)
+        bucket.receive(self, header, payload, place)
 
     def notice(self, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.RANKS:
             self._sets[header.generation] = decode_ranks(payload)
         else:
-            self._on_notice(self._pserver, header, payload)
-
-    def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
-        """The bucket and the push that a reply answers; no push once the exchange has ended."""
-        bucket = declared(self._buckets, header.bucket)
-        with bucket.lock:
-            push = bucket.current
-            if push is None:
-                if self._state.end is not None:
-                    return bucket, None
-                raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
-            if header.step != push.step:
-                raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
-            return bucket, push
+            self._on_notice(self.pserver, header, payload)

@@ -6,7 +6,6 @@ tests/worker/test_async.py, tests/worker/test_worker_starts.py and tests/runtime
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -24,8 +23,7 @@ from google.protobuf.message import Message
 
 from tfps.config import Config
 from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
-from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import BucketSpec, FailureState, Payload, SavedRows, as_bytes, declared
+from tfps.exchange.interface import BucketSpec, FailureState, Payload, as_bytes, declared
 from tfps.exchange.layout import Layout
 from tfps.membership.members import Resumed
 from tfps.membership.view import Membership, View
@@ -34,7 +32,6 @@ from tfps.types import Argument, Array
 from tfps.wire import control
 from tfps.wire.control import STATE_PIECE_BYTES, Pserver
 from tfps.wire.reach import trouble
-from tfps.wire.rows import Ids
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Push, PushedBucket
 
@@ -43,7 +40,6 @@ PATIENCE_S = 5.0  # before a wait is logged
 _AGAIN_S = 60.0  # before a wait for the same ranks is logged again
 _ASK_TIMEOUT_S = 5.0  # for whom a worker waits
 _LEAVE_TIMEOUT_S, _CALL_TIMEOUT_S, _TUNE_TIMEOUT_S = 5.0, 10.0, 30.0
-_ROWS_TIMEOUT_S = 24 * 3600.0  # to save or restore a table: it is as large as disks are slow
 _LOOK_S = 1.0  # interval at which a wait for other ranks checks whether to stop
 _ANSWER_MARGIN_S = 10.0  # by how much a call's deadline exceeds the pserver's
 
@@ -74,7 +70,7 @@ class PserverClient:
         self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None  # see Peers
 
     @property
-    def _me(self) -> dict[str, Argument]:
+    def me(self) -> dict[str, Argument]:
         """The fields with which a member signs a request."""
         return {"incarnation": self.membership.incarnation, "rank": self.membership.rank}
 
@@ -122,7 +118,7 @@ class PserverClient:
         if not self.membership.incarnation:
             return  # it has not joined
         farewell = None if failure is None else control.failure_of(failure)
-        request = pb.LeaveRequest(**self._me, failure=farewell, reason=reason)
+        request = pb.LeaveRequest(**self.me, failure=farewell, reason=reason)
 
         def tell(pserver: Pserver) -> None:
             with contextlib.suppress(TfpsError):
@@ -153,7 +149,7 @@ class PserverClient:
         `steps`: the first of each bucket, if not 0.
         """
         buckets = list(map(control.bucket_message, specs))
-        request = pb.DeclareRequest(**self._me, number=self.declarations, details=details, buckets=buckets, steps=steps)
+        request = pb.DeclareRequest(**self.me, number=self.declarations, details=details, buckets=buckets, steps=steps)
         for index, pserver in enumerate(self.pservers):
             with saying(partial(self._not_declared, pserver)):
                 # What all ranks have declared on the first one must be declared on the others: no `stop` any more.
@@ -192,16 +188,16 @@ class PserverClient:
 
     def declared(self, pserver: int) -> pb.DeclaredReply:
         """See DeclaredReply."""
-        return self.pservers[pserver].call("Declared", pb.DeclaredRequest(**self._me), _CALL_TIMEOUT_S)
+        return self.pservers[pserver].call("Declared", pb.DeclaredRequest(**self.me), _CALL_TIMEOUT_S)
 
     def ready(self, training: int) -> pb.ReadyReply:
         """Who may be admitted; see ReadyRequest."""
-        request = pb.ReadyRequest(**self._me, training=training)
+        request = pb.ReadyRequest(**self.me, training=training)
         return self.pservers[0].call("Ready", request, _CALL_TIMEOUT_S)
 
     def admit(self, candidates: Sequence[int], timeout_s: float) -> pb.AdmitReply:
         """Lets candidates take part, as all ranks do; returns what the first pserver says."""
-        request = pb.AdmitRequest(**self._me, candidates=candidates, timeout_s=timeout_s)
+        request = pb.AdmitRequest(**self.me, candidates=candidates, timeout_s=timeout_s)
         first, *_ = (pserver.call("Admit", request, timeout_s + _ANSWER_MARGIN_S) for pserver in self.pservers)
         return first
 
@@ -243,74 +239,14 @@ class PserverClient:
         for index, (part, owner) in enumerate(zip(target.cutting.slices, target.cutting.owners, strict=True)):
             first, last = max(begin, part.offset), min(end, part.offset + part.nbytes)
             for start in range(first, last, STATE_PIECE_BYTES):
-                place = {**self._me, "bucket": bucket, "slice": index, "number": array, "begin": start - part.offset}
+                place = {**self.me, "bucket": bucket, "slice": index, "number": array, "begin": start - part.offset}
                 yield self.pservers[owner], place, start - begin, min(STATE_PIECE_BYTES, last - start)
-
-    # Tables
-
-    def save_rows(
-        self,
-        table: int,
-        step: int,
-        folder: str,
-        name: str,
-        since: int | None,
-        before: str = "",
-        remove: Sequence[str] = (),
-    ) -> SavedRows:
-        """`before`: the folder of the save before; `remove`: names of those beside it that nobody needs any more."""
-        about: dict[str, Argument] = {"folder": folder, "name": name, "since": since, "before": before}
-        request = pb.SaveRowsRequest(**self._of_table(table, step), **about, remove=remove)
-        found = self._on_all("SaveRows", request)
-        steps, full = [each.step for each in found], all(each.full for each in found)
-        return SavedRows(max(steps), sum(each.rows for each in found), sum(each.nbytes for each in found), full)
-
-    def restore_rows(
-        self, table: int, step: int, folders: Sequence[str], name: str, identity: str, alone: bool, seed: str
-    ) -> SavedRows:
-        about: dict[str, Argument] = {"folders": folders, "name": name, "id": identity, "alone": alone, "seed": seed}
-        request = pb.RestoreRowsRequest(**self._of_table(table, step), **about)
-        found = self._on_all("RestoreRows", request)
-        slots = all(each.slots for each in found)
-        rows, nbytes = sum(each.rows for each in found), sum(each.nbytes for each in found)
-        return SavedRows(max(each.step for each in found), rows, nbytes, slots=slots)
-
-    def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str, owners: Array) -> None:
-        """Replaces rows of `ids`; `owners` says whose each is."""
-        calls = []
-        each = max(STATE_PIECE_BYTES // max(rows[:1].nbytes, 1), 1)
-        for index, pserver in enumerate(self.pservers):
-            own = np.flatnonzero(owners == index)
-            for number, begin in enumerate(range(0, len(own), each)):
-                some = own[begin : begin + each]
-                about = {**self._of_table(table, step), "id": f"{identity}/{number}"}
-                values = np.ascontiguousarray(rows[some], "<f4").tobytes()
-                request = pb.PutRowsRequest(**about, ids=ids[some].astype("<i8").tobytes(), values=values)
-                calls.append((pserver, request))
-        for pserver, request in calls:
-            pserver.call_while(self._goes_on, "PutRows", request, _ROWS_TIMEOUT_S)
-
-    def _of_table(self, table: int, step: int) -> dict[str, Argument]:
-        return {**self._me, "bucket": table, "step": step, "timeout_s": self._config.step_timeout_s}
-
-    def _goes_on(self) -> bool:
-        return self._failures.end is None
-
-    def _on_all(self, name: str, request: Message) -> list[Argument]:
-        """The replies of all pservers, which work at the same time; raises the first error."""
-        self._failures.check()
-        with concurrent.futures.ThreadPoolExecutor(len(self.pservers), "tfps-rows") as pool:
-            calls = [
-                pool.submit(pserver.call_while, self._goes_on, name, request, _ROWS_TIMEOUT_S)
-                for pserver in self.pservers
-            ]
-            return [call.result() for call in calls]
 
     # Other ranks
 
     def quiesce(self) -> None:
         self._failures.check()
-        self._tell("Rest", pb.RestRequest(**self._me), self._config.step_timeout_s)
+        self._tell("Rest", pb.RestRequest(**self.me), self._config.step_timeout_s)
 
     def _tell(self, name: str, request: Message, timeout_s: float) -> None:
         for pserver in self.pservers:
@@ -318,12 +254,12 @@ class PserverClient:
 
     def fetch_add(self, counter: str) -> int:
         self._failures.check()
-        request = pb.TakeRequest(**self._me, counter=counter)
+        request = pb.TakeRequest(**self.me, counter=counter)
         return int(self.pservers[0].call("Take", request, self._config.step_timeout_s).number)
 
     def follow(self, counter: str, count: int) -> None:
         """The counter goes on after `count` numbers, which this rank knows to be drawn."""
-        request = pb.TakeRequest(**self._me, counter=counter, follows=count)
+        request = pb.TakeRequest(**self.me, counter=counter, follows=count)
         self.pservers[0].call("Take", request, self._config.step_timeout_s)
 
     def is_awaited(self, bucket: int) -> bool:
@@ -355,7 +291,7 @@ class PserverClient:
         return [rank for rank in ranks if not rank.startswith(f"rank {self.membership.rank} ")]
 
     def _missing(self, pserver: Pserver, timeout_s: float, **what: Argument) -> list[str]:
-        return list(pserver.call("Waiting", pb.WaitingRequest(**self._me, **what), timeout_s).missing)
+        return list(pserver.call("Waiting", pb.WaitingRequest(**self.me, **what), timeout_s).missing)
 
     # Measuring and tuning
 
@@ -380,14 +316,14 @@ class PserverClient:
 
     def tune(self, layout: Layout) -> None:
         """Tells all pservers, and through them all workers, of a layout; see Layout in protos/tfps.proto."""
-        self._tell("Tune", pb.TuneRequest(**self._me, layout=control.layout_message(layout)), _TUNE_TIMEOUT_S)
+        self._tell("Tune", pb.TuneRequest(**self.me, layout=control.layout_message(layout)), _TUNE_TIMEOUT_S)
 
     # Captures; see Records in protos/tfps.proto
 
     def trace(self, number: int, on: bool) -> None:
         """Begins or ends a capture on all pservers."""
         self._failures.check()
-        self._tell("Trace", pb.TraceRequest(**self._me, number=number, on=on), _CALL_TIMEOUT_S)
+        self._tell("Trace", pb.TraceRequest(**self.me, number=number, on=on), _CALL_TIMEOUT_S)
 
     def collect(self, number: int, timeout_s: float) -> list[pb.Records]:
         """All records of a capture that come within `timeout_s`."""
@@ -397,7 +333,7 @@ class PserverClient:
             more = True
             while more:
                 left_s = max(deadline_s - time.monotonic(), 0.0)
-                request = pb.CollectRequest(**self._me, number=number, timeout_s=left_s)
+                request = pb.CollectRequest(**self.me, number=number, timeout_s=left_s)
                 reply = pserver.call("Collect", request, left_s + _CALL_TIMEOUT_S)
                 if more := reply.HasField("records"):
                     found.append(reply.records)
@@ -405,7 +341,7 @@ class PserverClient:
 
     def upload(self, number: int, records: pb.Records, timeout_s: float) -> None:
         """Gives the first pserver a part of this worker's records."""
-        self.pservers[0].call("Upload", pb.UploadRequest(**self._me, number=number, records=records), timeout_s)
+        self.pservers[0].call("Upload", pb.UploadRequest(**self.me, number=number, records=records), timeout_s)
 
 
 class WaitLog:

@@ -18,23 +18,23 @@ from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
     FailureState,
-    Foreseen,
     Link,
     OnReply,
     Payload,
     Reply,
-    SavedRows,
+    Wait,
     as_bytes,
 )
+from tfps.exchange.kinds import ByKind
 from tfps.exchange.parameter_shard import Delta, ParameterShard
-from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.exchange.requests import Assign, Load, Lookup, Request, RowUpdate, Save, SavedRows
+from tfps.exchange.update_spec import StepScalars
 from tfps.membership.view import View
-from tfps.tables.files import restored, write_shard
+from tfps.tables import files
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 from tfps.trace.recorder import Recorder
 from tfps.types import Array, Buffer
-from tfps.wire.rows import Ids
 from tfps.wire.shared_memory import aligned_empty
 from tfps.worker.captures import ProcessCaptures
 
@@ -63,8 +63,10 @@ class EmbeddedState:
         self._specs, self._failures = specs, failures
         self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
 
-    def declare(self, bucket: int, spec: BucketSpec, update: UpdateSpec) -> None:
-        """Keeps what a new bucket's `update` needs."""
+    def declare(self, bucket: int, spec: BucketSpec) -> None:
+        """Keeps what the update of a new bucket needs, if it has one."""
+        if (update := spec.update) is None:
+            return
         label, viewed = f"bucket '{spec.name}'", spec.codec is not None
         self._kept[bucket] = ParameterShard(label, update, 0, spec.nbytes, viewed=viewed)
 
@@ -110,7 +112,6 @@ class EmbeddedTables:
         self._rank, self._failures = rank, failures
         self._updating = threading.Lock()  # guards all below
         self._tables: dict[int, Table] = {}  # by bucket
-        self._ahead: defaultdict[int, int] = defaultdict(int)  # by how much a restored table's steps are ahead
 
     def declare(self, bucket: int, spec: BucketSpec) -> None:
         """Has a new table, or an old one with another update."""
@@ -120,63 +121,41 @@ class EmbeddedTables:
             else:
                 self._tables[bucket] = self._tables[spec.replaces]
                 self._tables[bucket].change(TableSpec.parse(spec.table))
-                self._ahead[bucket] = self._ahead[spec.replaces]
 
-    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
+    def prefetch(self, request: Lookup) -> Wait | None:
         return None
 
-    def ask(
-        self,
-        table: int,
-        ids: Ids,
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-    ) -> None:
-        if (end := self._failures.end) is not None:
-            on_reply(Reply(error=end))
-            return
-        with self._updating:
-            rows = self.table(table).pull(ids)
-        on_reply(Reply(sum=rows.reshape(-1).view(np.uint8), ranks=(self._rank,), step=step))
+    def lookup(self, request: Lookup, on_reply: OnReply) -> None:
+        self._answer(request, on_reply, lambda table: table.lookup(request.ids).reshape(-1).view(np.uint8))
 
-    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
-        if (end := self._failures.end) is not None:
-            on_reply(Reply(error=end))
-            return
-        with self._updating:
-            kept = self.table(table)
-            scalars = StepScalars.unpack(step_scalars, kept.spec.update)
-            kept.update([(ids, gradients)], scalars, step + self._ahead[table])
-        on_reply(Reply(sum=np.empty(0, np.uint8), ranks=(self._rank,), step=step))
+    def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
+        def apply(table: Table) -> Array:
+            scalars = StepScalars.unpack(request.scalars, table.spec.update)
+            table.update([(request.ids, request.gradients)], scalars, request.step)
+            return np.empty(0, np.uint8)
 
-    def save_rows(self, table: int, step: int, folder: str, name: str, since: int | None) -> SavedRows:
-        found = write_shard(self.table(table), folder, name, since=since, lock=self._updating)
-        return SavedRows(found["step"], found["rows"], found["nbytes"], found["since"] is None)
+        self._answer(request, on_reply, apply)
 
-    def restore_rows(
-        self,
-        table: int,
-        step: int,
-        folders: Sequence[str],
-        name: str,
-        identity: str,
-        *,
-        alone: bool = False,
-        seed: str = "",
-    ) -> SavedRows:
-        kept = self.table(table)
-        with self._updating:
-            found = restored(kept, folders, name, seed)
-            self._ahead[table] = max(kept.step + 1 - step, 0)
-        return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
+    def _answer(self, request: Request, on_reply: OnReply, answer: Callable[[Table], Array]) -> None:
+        reply = Reply(error=self._failures.end)
+        if reply.error is None:
+            with self._updating:
+                reply = Reply(sum=answer(self.table(request.table)), ranks=(self._rank,), step=request.step)
+        on_reply(reply)
 
-    def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
+    def save(self, request: Save) -> SavedRows:
+        return files.save(self.table(request.table), request, self._updating)
+
+    def load(self, request: Load) -> SavedRows:
+        kept = self.table(request.table)
         with self._updating:
-            self.table(table).put(ids, rows)
+            found = files.load(kept, request)
+            kept.follow(request.step)
+        return found
+
+    def assign(self, request: Assign) -> None:
+        with self._updating:
+            self.table(request.table).assign(request.ids, request.rows)
 
     def table(self, number: int) -> Table:
         if number not in self._tables:
@@ -244,6 +223,7 @@ class EmbeddedExchange:
         self._failures = FailureState()
         self.info, self.peers, self.joining = EmbeddedInfo(), EmbeddedPeers(), NobodyJoins(self.rank)
         self.state, self.tables = EmbeddedState(self.specs, self._failures), EmbeddedTables(self.rank, self._failures)
+        self._declares = ByKind(sum=self.state.declare, gather=self.state.declare, table=self.tables.declare)
         self.captures = ProcessCaptures(recorder or Recorder(), lambda: self.specs, self._failures.check)
 
     @property
@@ -261,10 +241,7 @@ class EmbeddedExchange:
         ids = list(range(len(self.specs), len(self.specs) + len(specs)))
         self.specs.extend(specs)
         for bucket, spec in zip(ids, specs, strict=True):
-            if spec.kind == "table":
-                self.tables.declare(bucket, spec)
-            if spec.update is not None:
-                self.state.declare(bucket, spec, spec.update)
+            self._declares[spec.kind](bucket, spec)
         return ids
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:

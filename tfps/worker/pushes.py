@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from tfps.config import Config
 from tfps.errors import ProtocolError, PserverLostError
 from tfps.exchange import interface
-from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import BucketSpec, FailureState, Foreseen, OnReply, Payload, Reply, as_bytes
+from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Payload, Reply, as_bytes
+from tfps.exchange.kinds import ByKind
 from tfps.exchange.layout import Cutting, Placer
 from tfps.membership.view import View
 from tfps.wire.frames import Header, Kind, encode
-from tfps.wire.rows import Ids
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Failed, Push, PushedBucket
-from tfps.worker.table_bucket import NO_ROWS, ForeseenRows, Frames, TableBucket
+from tfps.worker.table_bucket import TableBucket
+
+# How the bucket of a declaration is made.
+_MADE = ByKind(sum=PushedBucket.new, gather=PushedBucket.new, table=TableBucket.new)
 
 
 class Pushes:
@@ -46,17 +48,13 @@ class Pushes:
 
     def declared(self, specs: Sequence[BucketSpec], placer: Placer, view: View) -> list[int]:
         """Has new buckets; returns their numbers."""
-        first, size, workers = len(self.buckets), self._config.first_slice_bytes, view.workers
+        first, size = len(self.buckets), self._config.first_slice_bytes
         for spec in specs:
-            if spec.kind == "table":
-                table = TableBucket.of(spec, view.pservers, workers)
-                if spec.replaces is not None:
-                    table.steps = self.buckets[spec.replaces].steps
-                self.buckets.append(table)
-            else:
-                self.buckets.append(PushedBucket.new(spec, size, placer, workers))
-        for bucket in self.buckets[first:]:
+            bucket = _MADE[spec.kind](spec, size, placer, view)
             bucket.before = {} if self._config.outlives_pservers else None
+            if spec.replaces is not None:
+                bucket.steps = self.buckets[spec.replaces].steps
+            self.buckets.append(bucket)
         return list(range(first, len(self.buckets)))
 
     # Buckets of variables
@@ -133,49 +131,13 @@ class Pushes:
 
     # Tables
 
-    def ask(
-        self,
-        table: int,
-        ids: Ids,
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-    ) -> None:
-        target = self.table(table)
-        empty = not len(ids) and not complete
-        with target.lock:  # as in `put`
-            if (end := self._failures.end) is None and not empty:
-                push = Push(None, on_reply)
-                self._send(target.ask(table, ids, step, push, trains=trains, complete=complete, attempt=attempt))
-        if end is not None or empty:
-            on_reply(Reply(error=end) if end is not None else Reply(sum=NO_ROWS))
-
-    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
-        target = self.table(table)
-        foreseen = ForeseenRows(target, step, lambda: self._failures.end)
-        with target.lock:
-            if self._failures.end is None:
-                self._send(target.foresee(table, ids, foreseen))
-        return foreseen
-
-    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
-        target = self.table(table)
-        with target.lock:
-            if (end := self._failures.end) is None:
-                self.step = max(self.step, step)
-                self._send(target.add(table, ids, gradients, step, step_scalars, on_reply))
-        if end is not None:
-            on_reply(Reply(error=end))
-
     def table(self, number: int) -> TableBucket:
         if not isinstance(target := interface.declared(self.buckets, number), TableBucket):
             raise ProtocolError(f"bucket '{target.spec.name}' is no table")
         return target
 
-    def _send(self, frames: Frames) -> None:
+    def send(self, frames: Iterable[tuple[int, Outgoing]]) -> None:
+        """Sends frames of a table, each to its pserver."""
         for pserver, item in frames:
             self._queues[pserver].put([item])
 

@@ -1,4 +1,4 @@
-"""A table on its worker: asks the owners of rows, puts their answers together, and sends gradients to them.
+"""A table on its worker: makes the frames of requests to the owners of rows, and puts their answers together.
 
 Many requests may be under way at a time, in any order.
 
@@ -9,67 +9,63 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tfps.errors import ProtocolError, TfpsError
+from tfps.errors import ProtocolError
 from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import BucketSpec, OnReply, Reply
-from tfps.exchange.layout import Cutting
+from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply
+from tfps.exchange.layout import Cutting, Placer
+from tfps.exchange.requests import Ids, Lookup, RowUpdate
+from tfps.membership.view import View
+from tfps.tables.messages import decode_rows, decode_some, encode_ids, encode_push, rows_of_frame
 from tfps.tables.spec import TableSpec
 from tfps.wire.frames import ASK, EMPTY, LAST, WHOLE, Header, Kind
-from tfps.wire.rows import Ids, decode_rows, decode_some, encode_ids, encode_push, rows_of_frame
 from tfps.wire.send_queue import Outgoing
-from tfps.wire.shared_memory import aligned_empty
-from tfps.worker.bucket import Push, PushedBucket
+from tfps.wire.shared_memory import Place, aligned_empty
+from tfps.worker.bucket import Incoming, Push, PushedBucket
 
 FIRST_ASKED = 2**16  # the index of a frame that asks for rows; those with gradients count from 0
 _MOST_ASKED = 2**30  # then they begin anew
-NO_ROWS = np.empty(0, np.uint8)
+_NO_ROWS = np.empty(0, np.uint8)
 
-Frames = Iterator[tuple[int, Outgoing]]  # each with the pserver that it goes to
-
-
-@dataclass(eq=False, slots=True)
-class _Asked:
-    """A request for rows, for all its frames."""
-
-    push: Push
-    rows: Floats  # [n, dim], as far as they have come
-    left: int  # frames that have not been answered
-    foreseen: ForeseenRows | None = None
+Frames = list[tuple[int, Outgoing]]  # each with the pserver that it goes to
 
 
 @dataclass(eq=False, slots=True)
-class ForeseenRows:
-    """Rows that were asked for ahead. See `Foreseen`."""
+class LookedUp:
+    """A lookup, for all its frames."""
 
     bucket: TableBucket
     step: int
-    end: Callable[[], TfpsError | None]  # why the exchange has ended
-    push: Push = field(default_factory=lambda: Push(None, lambda reply: None))
-    reply: Reply | None = None
-    waits: bool = False
+    failures: FailureState
+    rows: Floats  # [n, dim], as far as they have come
+    left: int = 0  # frames that have not been answered
+    push: Push | None = None  # once somebody waits
 
     def wait(self, on_reply: OnReply) -> None:
-        with self.bucket.lock:  # as in `Worker.ask`
-            reply = self.reply if (error := self.end()) is None else Reply(error=error)
-            if reply is None:
-                self.waits, self.push.on_reply = True, on_reply
+        with self.bucket.lock:
+            # Under the lock: either this sees a failure, or the failure sees this.
+            if (end := self.failures.end) is None and self.left:
+                self.push = Push(None, on_reply)
                 self.bucket.begin(self.push, self.step)
                 return
-        on_reply(reply)
+        on_reply(self.reply if end is None else Reply(error=end))
+
+    @property
+    def reply(self) -> Reply:
+        """Once all rows have come."""
+        return Reply(sum=self.rows.reshape(-1).view(np.uint8), ranks=self.bucket.everybody, step=self.step)
 
 
 @dataclass(eq=False, slots=True)
 class _Frame:
     """One frame of it."""
 
-    asked: _Asked
-    step: int
+    rows: LookedUp
     pserver: int
     places: NDArray[np.intp]  # of its ids among those asked for
     left: NDArray[np.bool_] | None = None  # which have not come, if some have
@@ -85,89 +81,51 @@ class TableBucket(PushedBucket):
     _indices: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def of(cls, spec: BucketSpec, pservers: Sequence[int], workers: int) -> TableBucket:
-        """One that has just been declared; `pservers` as in a view."""
-        everybody = frozenset(range(workers))
-        return cls(spec, Cutting([], list(pservers)), everybody, table=TableSpec.parse(spec.table))
+    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, view: View) -> TableBucket:
+        everybody = frozenset(range(view.workers))
+        return cls(spec, Cutting([], list(view.pservers)), everybody, table=TableSpec.parse(spec.table))
 
-    def ask(
-        self, number: int, ids: Ids, step: int, push: Push, *, trains: bool, complete: bool, attempt: int
-    ) -> Frames:
-        """Begins a request; yields its frames, none if there is nothing to ask. Caller holds the lock, and sends."""
-        frames = self._asking(number, ids, step, push, trains=trains, complete=complete, attempt=attempt)
-        if frames:
-            self.begin(push, step)
-        return iter(frames)
-
-    def foresee(self, number: int, ids: Ids, foreseen: ForeseenRows) -> Frames:
-        """Begins a request that nobody waits for yet; as `ask`."""
-        frames = self._asking(number, ids, foreseen.step, foreseen.push, trains=True, foreseen=foreseen)
-        if not frames:
-            foreseen.reply = Reply(sum=NO_ROWS, ranks=self.everybody, step=foreseen.step)
-        return iter(frames)
-
-    def _asking(
-        self,
-        number: int,
-        ids: Ids,
-        step: int,
-        push: Push,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-        foreseen: ForeseenRows | None = None,
-    ) -> list[tuple[int, Outgoing]]:
-        dim = self.table.dim
+    def lookup(self, request: Lookup, failures: FailureState) -> tuple[LookedUp, Frames]:
+        """Begins a lookup that nobody waits for yet; no frames: there are no rows. Caller holds the lock, and sends."""
+        dim, ids, step, attempt = self.table.dim, request.ids, request.step, request.attempt % 2**16
         rows = aligned_empty(4 * dim * len(ids)).view(np.float32).reshape(len(ids), dim)
-        asked = _Asked(push, rows, 0, foreseen)
-        flags = ASK | (0 if trains else EMPTY)
-        frames: list[tuple[int, Outgoing]] = []
-        for pserver, places in self._by_owner(ids):
-            pieces = range(0, len(places), rows_of_frame(dim)) if len(places) else range(1)
-            for begin in pieces:
-                own = places[begin : begin + rows_of_frame(dim)]
-                if not len(own) and not complete:
-                    continue  # only all owners together must know that it is complete
-                last = complete and begin == pieces[-1]
-                index = FIRST_ASKED + next(self._indices) % _MOST_ASKED
-                self._frames[index] = _Frame(asked, step, pserver, own)
-                asked.left += 1
-                header = Header(
-                    Kind.PUSH,
-                    flags | (LAST if last else 0),
-                    number,
-                    index,
-                    self.spec.priority,
-                    step,
-                    generation=attempt % 2**16,
-                )
-                payload = memoryview(encode_ids(ids[own]))
-                frames.append((pserver, Outgoing(header, len(payload), payload)))
-        return frames
+        found, frames = LookedUp(self, step, failures, rows), Frames()
+        flags = ASK | (0 if request.trains else EMPTY)
+        for pserver, _, own, last in self._pieces(ids):
+            if not len(own) and not request.complete:
+                continue  # only all owners together must know that it is complete
+            index = FIRST_ASKED + next(self._indices) % _MOST_ASKED
+            self._frames[index] = _Frame(found, pserver, own)
+            found.left += 1
+            own_flags, payload = flags | (last if request.complete else 0), memoryview(encode_ids(ids[own]))
+            header = Header(Kind.PUSH, own_flags, request.table, index, self.spec.priority, step, generation=attempt)
+            frames.append((pserver, Outgoing(header, len(payload), payload)))
+        return found, frames
 
-    def add(
-        self, number: int, ids: Ids, gradients: Floats, step: int, scalars: bytes, on_reply: OnReply
-    ) -> Iterator[tuple[int, Outgoing]]:
-        """As `ask`, with what is added in `step`."""
-        push = Push(None, on_reply)
+    def apply(self, request: RowUpdate, on_reply: OnReply) -> Frames:
+        """Begins an update, as `lookup`."""
+        step, ids, frames = request.step, request.ids, Frames()
         if step in self._added:
             raise ProtocolError(f"step {step} of table '{self.spec.name}' must be added to once")
+        push = Push(None, on_reply)
         self._added[step] = push, set(self.cutting.owners)
         self.steps = max(self.steps, step + 1)
-        frames: list[tuple[int, Outgoing]] = []
-        for pserver, places in self._by_owner(ids):
-            pieces = range(0, len(places), rows_of_frame(self.table.dim)) if len(places) else range(1)
-            for index, begin in enumerate(pieces):
-                own = places[begin : begin + rows_of_frame(self.table.dim)]
-                payload = memoryview(encode_push(scalars, ids[own], gradients[own], self.spec.codec))
-                flags = LAST if begin == pieces[-1] else 0
-                header = Header(Kind.PUSH, flags, number, index, self.spec.priority, step)
-                frames.append((pserver, Outgoing(header, len(payload), payload)))
+        for pserver, index, own, last in self._pieces(ids):
+            payload = memoryview(encode_push(request.scalars, ids[own], request.gradients[own], self.spec.codec))
+            header = Header(Kind.PUSH, last, request.table, index, self.spec.priority, step)
+            frames.append((pserver, Outgoing(header, len(payload), payload)))
         self.begin(push, step)
-        return iter(frames)
+        return frames
 
-    def _by_owner(self, ids: Ids) -> Iterator[tuple[int, NDArray[np.intp]]]:
+    def _pieces(self, ids: Ids) -> Iterator[tuple[int, int, NDArray[np.intp], int]]:
+        """For each frame its pserver, its number among those of that, the places of its ids, and LAST for the last."""
+        most = rows_of_frame(self.table.dim)
+        for pserver, places in self.by_owner(ids):
+            count = max(-(-len(places) // most), 1)
+            for number in range(count):
+                yield pserver, number, places[number * most : (number + 1) * most], LAST * (number == count - 1)
+
+    def by_owner(self, ids: Ids) -> Iterator[tuple[int, NDArray[np.intp]]]:
         """Each pserver and the places of its ids, in ascending order of ids."""
         order = np.argsort(ids)
         pservers = self.cutting.owners
@@ -197,15 +155,24 @@ class TableBucket(PushedBucket):
             return True
         return False
 
-    def answered(
+    def memory(self, incoming: Incoming, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def receive(self, incoming: Incoming, header: Header, payload: memoryview, place: Place | None) -> None:
+        ranks = incoming.ranks(header)
+        if (answered := self._answered(incoming.pserver, header, payload, ranks)) is not None:
+            on_reply, reply = answered
+            on_reply(reply)
+
+    def _answered(
         self, pserver: int, header: Header, payload: memoryview, ranks: Collection[int]
     ) -> tuple[OnReply, Reply] | None:
-        """Takes a frame; returns who gets a reply now, and which. Takes the lock."""
+        """Takes a frame; returns who gets a reply now, and which."""
         with self.lock:
             if header.index < FIRST_ASKED:
                 return self._applied(pserver, header, ranks)
             frame = self._frames.get(header.index)
-            if frame is None or frame.pserver != pserver or frame.step != header.step:
+            if frame is None or frame.pserver != pserver or frame.rows.step != header.step:
                 if self.current is None:  # a failure has answered
                     return None
                 raise ProtocolError(
@@ -216,19 +183,14 @@ class TableBucket(PushedBucket):
             if not header.flags & LAST:
                 return None
             del self._frames[header.index]
-            asked = frame.asked
-            asked.left -= 1
-            if asked.left:
+            rows = frame.rows
+            rows.left -= 1
+            if rows.left or rows.push is None or not self._end(rows.push):
                 return None
-            data = asked.rows.reshape(-1).view(np.uint8)
-            reply = Reply(sum=data, ranks=self.everybody, step=header.step)
-            if asked.foreseen is not None and not asked.foreseen.waits:
-                asked.foreseen.reply = reply
-                return None
-            return (asked.push.on_reply, reply) if self._end(asked.push) else None
+            return rows.push.on_reply, rows.reply
 
     def _put(self, frame: _Frame, flags: int, payload: memoryview) -> None:
-        dim, rows = self.table.dim, frame.asked.rows
+        dim, rows = self.table.dim, frame.rows.rows
         if flags & WHOLE:
             rows[frame.places] = decode_rows(payload, len(frame.places), dim)
             return
@@ -251,4 +213,4 @@ class TableBucket(PushedBucket):
         if missing or not self._end(push):
             return None
         del self._added[header.step]
-        return push.on_reply, Reply(sum=NO_ROWS, ranks=push.ranks, step=header.step)
+        return push.on_reply, Reply(sum=_NO_ROWS, ranks=push.ranks, step=header.step)

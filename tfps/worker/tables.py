@@ -1,76 +1,113 @@
-"""The `Tables` of a worker.
+"""The `Tables` of a worker: rows and their gradients go in frames, all else is calls.
 
 Tested in tests/worker/test_tables.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import concurrent.futures
+from collections.abc import Sequence
 
 import numpy as np
+from google.protobuf.message import Message
 
-from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import Foreseen, OnReply, SavedRows
-from tfps.wire.rows import Ids
+from tfps.config import Config
+from tfps.exchange.interface import FailureState, OnReply, Reply, Tables, Wait
+from tfps.exchange.requests import Assign, Load, Lookup, Request, RowUpdate, Save, SavedRows
+from tfps.protos import tfps_pb2 as pb
+from tfps.types import Argument
+from tfps.wire.control import STATE_PIECE_BYTES
 from tfps.worker.client import PserverClient
+from tfps.worker.joining import WorkerJoining
 from tfps.worker.pushes import Pushes
-from tfps.worker.trial import Trial
+
+_CALL_TIMEOUT_S = 24 * 3600.0  # to save or load a table: it is as large as disks are slow
 
 
 class WorkerTables:
-    """See `Tables`; `way` returns where requests and gradients go now, maybe to nobody."""
+    """See `Tables`."""
 
-    def __init__(self, pushes: Pushes, client: PserverClient, way: Callable[[], Pushes | Trial]) -> None:
-        self._pushes, self._client, self._way = pushes, client, way
-
-    def ask(
-        self,
-        table: int,
-        ids: Ids,
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
+    def __init__(
+        self, config: Config, pushes: Pushes, client: PserverClient, joining: WorkerJoining, failures: FailureState
     ) -> None:
-        self._pushes.table(table)
-        self._way().ask(table, ids, step, on_reply, trains=trains, complete=complete, attempt=attempt)
+        self._config, self._pushes, self._client = config, pushes, client
+        self._joining, self._failures = joining, failures
 
-    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
-        self._pushes.table(table)
-        return self._way().foresee(table, ids, step)
+    @property
+    def _trial(self) -> Tables | None:
+        """Who takes lookups and updates until this worker takes part."""
+        return None if (trial := self._joining.trial) is None else trial.tables
 
-    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
-        self._pushes.table(table)
-        self._way().add(table, ids, gradients, step, step_scalars, on_reply)
+    def lookup(self, request: Lookup, on_reply: OnReply) -> None:
+        if (trial := self._trial) is not None:
+            trial.lookup(request, on_reply)
+        else:
+            self._begin(request)(on_reply)
 
-    def save_rows(
-        self,
-        table: int,
-        step: int,
-        folder: str,
-        name: str,
-        since: int | None,
-        before: str = "",
-        remove: Sequence[str] = (),
-    ) -> SavedRows:
-        return self._client.save_rows(table, step, folder, name, since, before, remove)
+    def prefetch(self, request: Lookup) -> Wait | None:
+        return self._begin(request) if self._trial is None else None
 
-    def restore_rows(
-        self,
-        table: int,
-        step: int,
-        folders: Sequence[str],
-        name: str,
-        identity: str,
-        *,
-        alone: bool = False,
-        seed: str = "",
-    ) -> SavedRows:
-        return self._client.restore_rows(table, step, folders, name, identity, alone, seed)
+    def _begin(self, request: Lookup) -> Wait:
+        target = self._pushes.table(request.table)
+        with target.lock:  # as in `Pushes.put`
+            rows, frames = target.lookup(request, self._failures)
+            if self._failures.end is None:
+                self._pushes.send(frames)
+        return rows.wait
 
-    def put_rows(self, table: int, step: int, ids: Ids, rows: Floats, identity: str) -> None:
-        pservers = self._client.membership.view.pservers
-        owners = self._pushes.table(table).table.owners(ids, len(pservers))
-        self._client.put_rows(table, step, ids, rows, identity, np.asarray(pservers)[owners])
+    def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
+        if (trial := self._trial) is not None:
+            trial.apply(request, on_reply)
+            return
+        target = self._pushes.table(request.table)
+        with target.lock:
+            if (end := self._failures.end) is None:
+                self._pushes.step = max(self._pushes.step, request.step)
+                self._pushes.send(target.apply(request, on_reply))
+        if end is not None:
+            on_reply(Reply(error=end))
+
+    def save(self, request: Save) -> SavedRows:
+        about: dict[str, Argument] = {"folder": request.folder, "name": request.name, "since": request.since}
+        message = pb.SaveRowsRequest(**self._about(request), **about, before=request.before, remove=request.remove)
+        found = self._on_all("SaveRows", message)
+        return _together(found)._replace(full=all(each.full for each in found))
+
+    def load(self, request: Load) -> SavedRows:
+        about: dict[str, Argument] = {"folders": request.folders, "name": request.name, "id": request.identity}
+        message = pb.RestoreRowsRequest(**self._about(request), **about, alone=request.alone, seed=request.seed)
+        found = self._on_all("RestoreRows", message)
+        return _together(found)._replace(slots=all(each.slots for each in found))
+
+    def assign(self, request: Assign) -> None:
+        ids, rows, calls = request.ids, request.rows, []
+        each = max(STATE_PIECE_BYTES // max(rows[:1].nbytes, 1), 1)
+        for owner, places in self._pushes.table(request.table).by_owner(ids):
+            for number, begin in enumerate(range(0, len(places), each)):
+                some = places[begin : begin + each]
+                values = np.ascontiguousarray(rows[some], "<f4").tobytes()
+                message = pb.PutRowsRequest(**self._about(request), id=f"{request.identity}/{number}")
+                message.ids, message.values = ids[some].astype("<i8").tobytes(), values
+                calls.append((self._client.pservers[owner], message))
+        for pserver, message in calls:
+            pserver.call_while(self._goes_on, "PutRows", message, _CALL_TIMEOUT_S)
+
+    def _about(self, request: Request) -> dict[str, Argument]:
+        limit_s = self._config.step_timeout_s
+        return {**self._client.me, "bucket": request.table, "step": request.step, "timeout_s": limit_s}
+
+    def _goes_on(self) -> bool:
+        return self._failures.end is None
+
+    def _on_all(self, name: str, message: Message) -> list[Argument]:
+        """The replies of all pservers, which work at the same time; raises the first error."""
+        self._failures.check()
+        pservers = self._client.pservers
+        with concurrent.futures.ThreadPoolExecutor(len(pservers), "tfps-rows") as pool:
+            calls = [pool.submit(each.call_while, self._goes_on, name, message, _CALL_TIMEOUT_S) for each in pservers]
+            return [call.result() for call in calls]
+
+
+def _together(found: Sequence[Argument]) -> SavedRows:
+    steps, rows, nbytes = zip(*((each.step, each.rows, each.nbytes) for each in found), strict=True)
+    return SavedRows(max(steps), sum(rows), sum(nbytes))

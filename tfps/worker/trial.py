@@ -12,10 +12,8 @@ from dataclasses import replace
 
 from tfps.config import Config
 from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError
-from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import BucketSpec, Foreseen, OnReply, Payload, Reply, declared
+from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply, declared
 from tfps.protos import tfps_pb2 as pb
-from tfps.wire.rows import Ids
 from tfps.worker.embedded import EmbeddedExchange
 
 
@@ -58,7 +56,7 @@ class JobsBuckets:
 
 
 class Trial:
-    """What a worker that joins pushes and asks for, with nobody; it takes the place of `Pushes`.
+    """What a worker that joins pushes and looks up, with nobody; it takes the place of `Pushes`.
 
     Whatever it exchanges comes back unchanged, as if it trained alone: it can trace its steps and declare its buckets
     while the others go on. `declared` asks a pserver by its place.
@@ -70,6 +68,7 @@ class Trial:
         self.others: Sequence[int] = ()  # who took part before
         self.admitted = threading.Event()
         self._alone = EmbeddedExchange(config, rank=rank)
+        self.tables = self._alone.tables
         self._rank, self._declared, self._pservers = rank, declared, pservers
         self._admitted: set[int] = set()  # the pservers that have told
 
@@ -95,25 +94,6 @@ class Trial:
             on_reply(Reply(error=UnsupportedError(f"rank {self._rank}: {text}")))
             return
         self._alone.push(bucket, payload, on_reply)
-
-    def ask(
-        self,
-        table: int,
-        ids: Ids,
-        step: int,
-        on_reply: OnReply,
-        *,
-        trains: bool,
-        complete: bool = False,
-        attempt: int = 0,
-    ) -> None:
-        self._alone.tables.ask(table, ids, step, on_reply, trains=trains, complete=complete, attempt=attempt)
-
-    def foresee(self, table: int, ids: Ids, step: int) -> Foreseen | None:
-        return None
-
-    def add(self, table: int, ids: Ids, gradients: Floats, step: int, step_scalars: bytes, on_reply: OnReply) -> None:
-        self._alone.tables.add(table, ids, gradients, step, step_scalars, on_reply)
 
     def tell_admitted(self, pserver: int, others: Sequence[int]) -> None:
         """Notes that a pserver lets it take part, and the ranks of those who took part before."""

@@ -116,7 +116,7 @@ class Worker:
         self.joining = WorkerJoining(
             config, self._client, self.presence, self._failures, self.losses, self._learn, self._commit
         )
-        self.tables = WorkerTables(self.pushes, self._client, lambda: self.joining.trial or self.pushes)
+        self.tables = WorkerTables(config, self.pushes, self._client, self.joining, self._failures)
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s

@@ -64,7 +64,7 @@ def measure(rows: int, *, bounded: bool, batches: Sequence[int], rounds: int) ->
         ids, gradients = work.ids(positions), random.normal(size=(count, DIM)).astype(np.float32)
         step += 1
         found = {
-            "pull": _speed(count, lambda ids=ids: table.pull(ids)),  # type: ignore[misc]
+            "pull": _speed(count, lambda ids=ids: table.lookup(ids)),  # type: ignore[misc]
             "numpy_take": _speed(count, lambda at=positions: plain.pull(at)),  # type: ignore[misc]
             "update": _speed(count, lambda i=ids, g=gradients, s=step: table.update([(i, g)], _SCALARS, s)),  # type: ignore[misc]
             "numpy_update": _speed(count, lambda at=positions, g=gradients: plain.update(at, g)),  # type: ignore[misc]
@@ -86,7 +86,7 @@ def _filled(work: Work) -> tuple[Table, dict[str, Json]]:
         began_s = time.perf_counter()
         table.update([(ids, gradients[: len(ids)])], _SCALARS, begin)
         took.append(time.perf_counter() - began_s)
-    nbytes = table.stats().nbytes
+    nbytes = table.stats().memory_bytes
     return table, {
         "rows": work.rows,
         "bounded": work.bounded,

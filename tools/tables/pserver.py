@@ -59,13 +59,15 @@ def _fill(own: TableSlice, work: Work, place: int, count: int) -> dict[str, Json
 
 def _of_table(own: TableSlice) -> dict[str, Json]:
     stats = own.table.stats()
-    return {"rows": stats.rows, "table_bytes": stats.nbytes, "resident_bytes": resident_bytes()}
+    return {"rows": stats.rows, "table_bytes": stats.memory_bytes, "resident_bytes": resident_bytes()}
 
 
 def _figures(own: TableSlice, server: ParameterServer) -> dict[str, Json]:
     members = server.status().members
     return {
-        **own.traffic._asdict(),
+        "asked": own.rounds.traffic.asked_rows,
+        "early": own.rounds.traffic.early_rows,
+        "pushed": own.rounds.traffic.gradient_rows,
         **_of_table(own),
         "received_bytes": sum(each.received_bytes for each in members),
         "sent_bytes": sum(each.sent_bytes for each in members),

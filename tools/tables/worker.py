@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfps
+from tfps.embeddings import host, prefetch
 from tfps.exchange.interface import Reply
-from tfps.runtime import foreseen, tables
 from tfps.types import Argument, Array, Logs, Optimizer, Value
 from tools.tables import work as works
 from tools.tables.work import Work, say
@@ -50,7 +50,7 @@ class Waits:
 
     def __init__(self) -> None:
         self.total_s = 0.0
-        asks: Callable[..., None] = tables._Lookups._ask
+        asks: Callable[..., None] = host._Lookups._look_up
 
         def ask(lookups: Argument, *arguments: Argument) -> None:
             *others, finish = arguments
@@ -62,7 +62,7 @@ class Waits:
 
             asks(lookups, *others, done)
 
-        tables._Lookups._ask = ask  # type: ignore[assignment,method-assign]
+        host._Lookups._look_up = ask  # type: ignore[assignment,method-assign]
 
 
 class Asleep(keras.layers.Layer):  # type: ignore[misc]
@@ -125,8 +125,8 @@ def main() -> None:
     options = parser.parse_args()
     work, strategy, workers = options.work, None, 1
     if options.no_foresight:
-        nothing = functools.wraps(foreseen.Ahead.staged)(lambda ahead, batch: None)
-        foreseen.Ahead.staged = nothing  # type: ignore[assignment,method-assign]
+        nothing = functools.wraps(prefetch.Prefetcher.staged)(lambda ahead, batch: None)
+        prefetch.Prefetcher.staged = nothing  # type: ignore[assignment,method-assign]
     waits = Waits()
     if options.kind == "tfps":
         strategy = tfps.Strategy()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tfps
+from tfps.embeddings.initializers import initial_of
 from tfps.errors import UnsupportedError
-from tfps.layers.initializers import initial_of
 from tfps.types import Argument, Array, Library, Structure
 
 of: Library = keras.initializers

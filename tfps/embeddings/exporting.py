@@ -14,8 +14,8 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from tfps.embeddings.variable import TableVariable
 from tfps.errors import ConfigError
-from tfps.policies.table_variable import TableVariable
 from tfps.tables.files import rows_of_save
 from tfps.types import Array, Layer
 
@@ -40,7 +40,8 @@ def export_rows(table: TableVariable, path: Path) -> None:
     try:
         table.table.save(str(parts.absolute()), _NAME)
         ids, rows = _of_any(table, parts, plain) if table.rows is None else _fixed(table, parts, plain["rows"])
-        (_write_npz if path.suffix == ".npz" else _write_safetensors)(partial, ids, rows)
+        arrays = {"rows": rows} if ids is None else {"ids": ids, "rows": rows}
+        (_write_npz if path.suffix == ".npz" else _write_safetensors)(partial, arrays)
         partial.replace(path)
     finally:
         shutil.rmtree(parts, ignore_errors=True)
@@ -91,13 +92,9 @@ def _pieces(array: Array) -> Iterator[bytes]:
         yield np.ascontiguousarray(array[begin : begin + _PIECE]).tobytes()
 
 
-def _arrays(ids: Array | None, rows: Array) -> dict[str, Array]:
-    return {"rows": rows} if ids is None else {"ids": ids, "rows": rows}
-
-
-def _write_npz(path: Path, ids: Array | None, rows: Array) -> None:
+def _write_npz(path: Path, arrays: dict[str, Array]) -> None:
     with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
-        for name, array in _arrays(ids, rows).items():
+        for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 about = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
                 np.lib.format.write_array_header_2_0(member, about)
@@ -105,10 +102,9 @@ def _write_npz(path: Path, ids: Array | None, rows: Array) -> None:
                     member.write(piece)
 
 
-def _write_safetensors(path: Path, ids: Array | None, rows: Array) -> None:
+def _write_safetensors(path: Path, arrays: dict[str, Array]) -> None:
     """In the format of https://huggingface.co/docs/safetensors, piece by piece, which its library does not."""
     dtypes, about, begin = {"int64": "I64", "float32": "F32"}, {}, 0
-    arrays = _arrays(ids, rows)
     for name, array in arrays.items():
         about[name] = {
             "dtype": dtypes[array.dtype.name],

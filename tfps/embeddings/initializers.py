@@ -1,6 +1,6 @@
 """Keras' initializers as functions of a seed and an id: a row begins with the same values whoever asks for it first.
 
-Tested in tests/layers/test_initializers.py.
+Tested in tests/embeddings/test_initializers.py.
 """
 
 from __future__ import annotations

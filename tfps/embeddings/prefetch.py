@@ -1,10 +1,10 @@
 """Rows of the next batch, asked for while the step before it computes.
 
 A batch is staged before its step runs, so its ids are known: owners send the rows that the step before does not touch
-at once, and the others when it has been applied. A step whose lookups are not those that were foreseen asks by itself,
-so whatever is foreseen wrongly costs time, not correctness.
+at once, and the others when it has been applied. A step whose lookups are not those that were prefetched asks by
+itself, so whatever is prefetched wrongly costs time, not correctness.
 
-Tested in tests/runtime/test_foreseen.py.
+Tested in tests/embeddings/test_prefetch.py.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tfps.exchange.interface import Foreseen
+from tfps.exchange.interface import Wait
+from tfps.exchange.requests import Ids
 
-Ids = NDArray[np.int64]
 _MOST_BATCHES = 8  # that are staged; older ones are of other loops
 
 
-class Ahead:
+class Prefetcher:
     """The batches of one table that have been staged, and what was asked for ahead. Any thread.
 
-    `foresee` asks for rows of a step; None: it does not.
+    `prefetch` asks for rows of a step; None: it does not.
     """
 
-    def __init__(self, foresee: Callable[[Ids, int], Foreseen | None]) -> None:
-        self._foresee = foresee
+    def __init__(self, prefetch: Callable[[Ids, int], Wait | None]) -> None:
+        self._prefetch = prefetch
         self._lock = threading.Lock()  # guards all below
         self._batches: deque[Sequence[Ids]] = deque(maxlen=_MOST_BATCHES)  # by lookup
-        self._asked: list[tuple[Ids, Foreseen]] = []
+        self._asked: list[tuple[Ids, Wait]] = []
         self._step: int | None = None  # for which that was
         self._waits: int | None = None  # a step whose batch has not been staged yet
 
@@ -45,7 +44,7 @@ class Ahead:
             else:
                 self._ask(batch, step)
 
-    def take(self, ids: Ids, step: int) -> Foreseen | None:
+    def take(self, ids: Ids, step: int) -> Wait | None:
         """What was asked for ahead for a lookup of `step`, once; None if it was not."""
         with self._lock:
             for place, (own, request) in enumerate(self._asked if step == self._step else ()):
@@ -55,7 +54,7 @@ class Ahead:
         return None
 
     def began(self, step: int, ids: Ids | None) -> None:
-        """All lookups of `step` have come, among them one of `ids` that had not been foreseen; asks for the next."""
+        """All lookups of `step` have come, among them one of `ids` that had not been prefetched; asks for the next."""
         with self._lock:
             self._asked, self._step = [], None
             if ids is not None:
@@ -76,6 +75,6 @@ class Ahead:
             self._asked, self._step, self._waits = [], None, None
 
     def _ask(self, batch: Sequence[Ids], step: int) -> None:
-        requests = [(ids, self._foresee(ids, step)) for ids in batch]
+        requests = [(ids, self._prefetch(ids, step)) for ids in batch]
         self._asked = [(ids, request) for ids, request in requests if request is not None]
         self._step = step

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfps
-from tfps.runtime.tables import summed
+from tfps.embeddings.host import summed
 
 
 def test_lookups_of_a_step_read_what_the_step_before_has_left_whatever_its_gradient_needs() -> None:

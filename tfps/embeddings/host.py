@@ -18,28 +18,28 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
+from tfps.embeddings.prefetch import Prefetcher
 from tfps.errors import ConfigError, TfpsError, WaitTimeoutError, to_text
 from tfps.exchange.codecs import Codec, Floats
-from tfps.exchange.interface import BucketSpec, Foreseen, OnReply, Reply, SavedRows
+from tfps.exchange.interface import BucketSpec, OnReply, Reply, Tables, Wait
+from tfps.exchange.requests import Assign, Ids, Load, Lookup, RowUpdate, Save, SavedRows
 from tfps.exchange.update_spec import StepScalars
 from tfps.graph import ops as graph_ops
 from tfps.graph.foresight import computed_ahead, given_inputs, tensors_of
 from tfps.graph.ops import HOST, answer
 from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
-from tfps.runtime.foreseen import Ahead
-from tfps.runtime.runtime import Runtime, indivisible, wait
+from tfps.runtime.runtime import Runtime, indivisible
 from tfps.runtime.transfers import UNDECLARED, Pull, Pushed, Transfer
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
-from tfps.types import Function, Structure
+from tfps.types import Function, Structure, Value
 
 logger = logging.getLogger("tfps")
-Ids = NDArray[np.int64]
 _NO_BYTES = np.empty(0, np.uint8)
 _PRIORITY = 0  # a forward pass begins with its rows
 _RUN = "_tfps_run_of_tables"  # of a graph: a number that differs at each run
@@ -54,6 +54,23 @@ class _Trace:
     number: int
     lookups: int = 0
     pushed: bool = False  # whether gradients of them are sent in the same run
+
+
+class _Lookup(NamedTuple):
+    """One lookup in a graph."""
+
+    trace: int
+    replica: int
+    ids: tf.Tensor
+    inputs: Sequence[tf.Tensor]  # the batch of its step
+    data: tf.Tensor  # its rows
+
+
+def _kept_on(graph: tf.Graph, name: str, make: Callable[[], Value]) -> Value:
+    """What is kept on a graph itself: a table of its tensors would keep it alive."""
+    if not hasattr(graph, name):
+        setattr(graph, name, make())
+    return getattr(graph, name)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +104,7 @@ class HostTable:
         self._traced: weakref.WeakKeyDictionary[tf.Graph, dict[int, _Trace]] = weakref.WeakKeyDictionary()
         self._by_number: dict[int, _Trace] = {}
         self.bucket_spec = BucketSpec((name,), "gather", 0, "uint8", _PRIORITY)  # until it is declared
-        self.ahead = Ahead(self._foresee)
+        self.prefetcher = Prefetcher(self._prefetch)
         self.pulls, self.pushes = _Lookups(self), _Gradients(self)
         for transfer in (self.pulls, self.pushes):
             runtime.adopt(transfer, None)
@@ -105,16 +122,9 @@ class HostTable:
                 return
             replaces = self.bucket
             self._settle()
+        names, alike, text = (self.name,), (self.alike,), spec.text()
         bucket = BucketSpec(
-            (self.name,),
-            "table",
-            0,
-            "float32",
-            _PRIORITY,
-            alike=(self.alike,),
-            codec=self.codec,
-            table=spec.text(),
-            replaces=replaces,
+            names, "table", 0, "float32", _PRIORITY, alike=alike, codec=self.codec, table=text, replaces=replaces
         )
         (number,) = self.runtime.buckets([(("table", self.number, next(_declarations)), bucket)])
         for transfer in (self.pulls, self.pushes):
@@ -142,19 +152,16 @@ class HostTable:
         """Rows of `ids`, int64 [n], each once: float32 [n, dim]. In graphs and eagerly."""
         self.check_restored()
         if tf.executing_eagerly():
-            rows: Floats = self.ask_now(ids.numpy(), int(self.steps[replica]))
+            rows: Floats = self.lookup_now(ids.numpy(), int(self.steps[replica]))
             return tf.constant(rows)
         graph = ops.get_default_graph()
         trace = self._trace(graph, replica)
-        self._lookups_in(graph).append((trace.number, replica, ids, given_inputs()))
         with tf.device(HOST):
-            if not hasattr(graph, _RUN):  # on the graph itself, which a table of tensors would keep alive
-                with tf.control_dependencies(None):
-                    setattr(graph, _RUN, graph_ops.graph_run())
-            number = tf.constant(trace.number, tf.int64)
-            about = tf.stack([self.steps[replica].read_value(), number, getattr(graph, _RUN)])
+            with tf.control_dependencies(None):
+                run = _kept_on(graph, _RUN, graph_ops.graph_run)
+            about = tf.stack([self.steps[replica].read_value(), tf.constant(trace.number, tf.int64), run])
             data, _ = graph_ops.pull(self.runtime.queue, self.pulls.id, graph_ops.to_raw(ids), graph_ops.to_raw(about))
-            self._answers_in(graph).append((replica, data))
+            self._lookups_in(graph).append(_Lookup(trace.number, replica, ids, given_inputs(), data))
             rows = tf.reshape(graph_ops.from_raw(data, tf.float32), [-1, self.dim])
             return tf.ensure_shape(rows, [None, self.dim])
 
@@ -180,33 +187,21 @@ class HostTable:
             run = tf.constant(0, tf.int64)
             # A gradient that does not depend on the rows would else be applied before they are read.
             # Their sizes: in a branch they are values of the graph around.
-            answers = [tf.size(data) for graph in graphs for each, data in self._answers_in(graph) if each == replica]
-            with tf.control_dependencies(answers):
+            lookups = [each for graph in graphs for each in self._lookups_in(graph) if each.replica == replica]
+            with tf.control_dependencies([tf.size(each.data) for each in lookups]):
                 sent = graph_ops.send(
                     self.runtime.queue, self.pushes.id, run, graph_ops.to_raw(gradients), graph_ops.to_raw(about)
                 )
             with tf.control_dependencies([sent]):
                 self.steps[replica].assign_add(1, read_value=False)
 
-    def _lookups_in(self, graph: tf.Graph) -> list[tuple[int, int, tf.Tensor, Sequence[tf.Tensor]]]:
-        """Trace, replica, ids and batch of each lookup in a graph; on the graph itself, which they would keep alive."""
-        name = f"_tfps_lookups_{self.number}"
-        if not hasattr(graph, name):
-            setattr(graph, name, [])
-        found: list[tuple[int, int, tf.Tensor, Sequence[tf.Tensor]]] = getattr(graph, name)
-        return found
-
-    def _answers_in(self, graph: tf.Graph) -> list[tuple[int, tf.Tensor]]:
-        """Replica and rows of each lookup in a graph; on the graph itself, as lookups are."""
-        name = f"_tfps_answers_{self.number}"
-        if not hasattr(graph, name):
-            setattr(graph, name, [])
-        found: list[tuple[int, tf.Tensor]] = getattr(graph, name)
+    def _lookups_in(self, graph: tf.Graph) -> list[_Lookup]:
+        found: list[_Lookup] = _kept_on(graph, f"_tfps_lookups_{self.number}", list)
         return found
 
     # Ahead of a step
 
-    def foresee(self, batches: Sequence[Structure]) -> None:
+    def prefetch(self, batches: Sequence[Structure]) -> None:
         """Asks for the rows of a batch that has just been staged, given its part for each local replica.
 
         It is of the graph that was traced last to train the table, or nothing comes of it.
@@ -214,12 +209,10 @@ class HostTable:
         graph = None if self._trains is None else self._trains()
         if graph is None or self.runtime.alone:
             return
-        name = f"_tfps_ahead_{self.number}"
-        if not hasattr(graph, name):
-            setattr(graph, name, self._computed_ahead(graph))
+        computed = _kept_on(graph, f"_tfps_ahead_{self.number}", lambda: self._computed_ahead(graph))
         found: list[Ids] = []
         try:
-            for replica, ahead, dtypes in getattr(graph, name):
+            for replica, ahead, dtypes in computed:
                 flat = tensors_of(batches[replica])
                 if [each.dtype for each in flat] != dtypes:
                     return
@@ -231,38 +224,42 @@ class HostTable:
         if rows is not None and any(len(each) and not 0 <= each.min() <= each.max() < rows for each in found):
             return  # the step says by the name of its layer which id there is not
         if found:
-            self.ahead.staged(found)
+            self.prefetcher.staged(found)
 
     def _computed_ahead(self, graph: tf.Graph) -> list[tuple[int, Function, list[tf.DType]]]:
         """Per replica what computes its ids from its batch, and the dtypes of that; empty if something else does."""
         lookups, made = self._lookups_in(graph), []
         for replica in range(self.replicas):
-            own = [each for each in lookups if each[1] == replica]
-            traces, inputs = {each[0] for each in own}, own[0][3] if own else []
+            own = [each for each in lookups if each.replica == replica]
+            traces, inputs = {each.trace for each in own}, own[0].inputs if own else []
             # Not several steps in one graph, of which it is not known which batch is whose.
-            ahead = computed_ahead(inputs, [each[2] for each in own]) if len(traces) == 1 and inputs else None
+            ahead = computed_ahead(inputs, [each.ids for each in own]) if len(traces) == 1 and inputs else None
             if ahead is None:
                 return []
             made.append((replica, ahead, [each.dtype for each in inputs]))
         return made
 
-    def _foresee(self, ids: Ids, step: int) -> Foreseen | None:
-        return self.runtime.exchange.tables.foresee(self.bucket, ids, step)
+    def _prefetch(self, ids: Ids, step: int) -> Wait | None:
+        return self._tables.prefetch(Lookup(self.bucket, step, ids, trains=True))
 
     # Requests
+
+    @property
+    def _tables(self) -> Tables:
+        return self.runtime.exchange.tables
 
     def initial_values(self, ids: Ids) -> Floats:
         return self._initial.values(self.seed, ids, self.dim)
 
-    def ask_now(self, ids: Ids, step: int) -> Floats:
+    def lookup_now(self, ids: Ids, step: int) -> Floats:
         """Rows as all steps before `step` have left them, [n, dim]; on the calling thread."""
         if self.bucket == UNDECLARED:
             return self.initial_values(ids)
         self._settle()
-        spans, tables = self.runtime.spans, self.runtime.exchange.tables
+        spans = self.runtime.spans
         begin_ns = spans.now()
-        ask = functools.partial(tables.ask, self.bucket, np.array(ids), step, trains=False)
-        reply = self._now(lambda take: ask(on_reply=take))
+        lookup = functools.partial(self._tables.lookup, Lookup(self.bucket, step, np.array(ids)))
+        reply = self.runtime.reply_now(self.bucket, lookup)
         spans.looked_up(begin_ns, self.bucket, self.bucket_spec, step, len(ids), trains=False)
         return np.asarray(reply.sum).view(np.float32).reshape(-1, self.dim)
 
@@ -284,53 +281,36 @@ class HostTable:
         """The rows of `ids`, which may repeat, as this worker's steps have left them: float32 [n, dim]."""
         self.check_restored()
         unique, places = np.unique(ids, return_inverse=True)
-        return self.ask_now(unique, self.step)[places.reshape(-1)]
+        return self.lookup_now(unique, self.step)[places.reshape(-1)]
 
     def save(self, folder: str, name: str, since: int | None = None) -> SavedRows:
-        """Writes files; see `Tables.save_rows`. It must have been declared."""
+        """Writes files; see `Save`. It must have been declared."""
         self.check_restored()
         self._settle()
-        return self.runtime.exchange.tables.save_rows(self.bucket, self.step, folder, name, since)
+        return self._tables.save(Save(self.bucket, self.step, folder, name, since))
 
-    def restore(
+    def load(
         self, folders: Sequence[str], name: str, identity: str, *, alone: bool = False, seed: str = ""
     ) -> SavedRows:
-        """Replaces all rows; see `Tables.restore_rows`. It must have been declared."""
+        """Replaces all rows; see `Load`. It must have been declared."""
         self._settle()
-        found = self.runtime.exchange.tables.restore_rows(
-            self.bucket, self.step, folders, name, identity, alone=alone, seed=seed
-        )
+        found = self._tables.load(Load(self.bucket, self.step, folders, name, identity, alone, seed))
         self.awaits, self.changes = "", self.changes + 1
-        self.ahead.clear()
+        self.prefetcher.clear()
         return found
 
-    def put_rows(self, ids: Ids, rows: Floats) -> None:
+    def assign(self, ids: Ids, rows: Floats) -> None:
         """Replaces rows [n, dim] of `ids`, each once. It must have been declared."""
         self._settle()
         self.changes += 1
-        self.ahead.clear()
+        self.prefetcher.clear()
         identity = f"{self.changes}/{zlib.crc32(rows.data, zlib.crc32(ids.data))}"
-        self.runtime.exchange.tables.put_rows(self.bucket, self.step, ids, rows, identity)
+        self._tables.assign(Assign(self.bucket, self.step, ids, rows, identity))
 
     def _settle(self) -> None:
         """Waits until what graphs have sent has been answered: it comes first."""
         if not self.runtime.settle(2 * self.runtime.wait_s):
             raise WaitTimeoutError(f"updates under way did not end within {2 * self.runtime.wait_s:.0f} s")
-
-    def _now(self, begin: Callable[[Callable[[Reply], None]], None]) -> Reply:
-        done, replies = threading.Event(), list[Reply]()
-
-        def take(reply: Reply) -> None:
-            replies.append(reply)
-            done.set()
-
-        begin(take)
-        limit_s = 2 * self.runtime.wait_s  # the exchange fails earlier and says why
-        if not wait(done, limit_s):
-            raise WaitTimeoutError(f"no reply for table {self.name!r} within {limit_s:.0f} s")
-        if replies[0].error is not None:
-            raise replies[0].error
-        return replies[0]
 
     def _came(self, step: int, replica: int, ids: Ids, gradients: Floats, scalars: bytes, *, now: bool) -> None:
         """One replica's gradients of a step; the last of them sends all."""
@@ -341,18 +321,17 @@ class HostTable:
         del self.pushes.came[step]
         ids, gradients = summed([came.parts[each] for each in sorted(came.parts)], self.dim)
         self.runtime.spans.added(self.bucket, self.bucket_spec, step, len(ids), in_graph=not now)
-        tables = self.runtime.exchange.tables
-        add = functools.partial(tables.add, self.bucket, ids, gradients, step, scalars)
+        apply = functools.partial(self._tables.apply, RowUpdate(self.bucket, step, ids, gradients, scalars))
         if now:
             with indivisible(self.runtime.exchange, self.name):
                 self._settle()
-                self._now(add)
+                self.runtime.reply_now(self.bucket, apply)
         else:
-            self.runtime.request(self.bucket_spec, add, self.pushes.done)
+            self.runtime.request(self.bucket_spec, apply, self.pushes.done)
 
     def align(self) -> None:
         """Counts steps as the exchange does, with nothing under way: when this worker takes part in a job under way."""
-        self.ahead.clear()
+        self.prefetcher.clear()
         if self.bucket != UNDECLARED:
             for steps in self.steps:
                 steps.assign(self.runtime.exchange.state.steps(self.bucket))
@@ -370,7 +349,7 @@ class _Lookups(Pull):
         self._came: Counter[int] = Counter()  # and the lookups of it that have come, by trace
         self._step, self._attempt = -1, 0  # the last step, and how often it has begun again
         self._over = False  # whether all its lookups have come
-        self._unforeseen: Ids | None = None  # of one of its lookups, if there was any
+        self._missed: Ids | None = None  # of one of its lookups, if there was any
 
     def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
         results, table = self.waiting.pop(), self._table
@@ -386,25 +365,27 @@ class _Lookups(Pull):
             looked_up = functools.partial(
                 spans.looked_up, spans.now(), table.bucket, self.spec, step, len(ids), trains=trains
             )
-            self._ask(ids, step, trains, complete, functools.partial(self._finish, results, graph_run, looked_up))
+            request = Lookup(table.bucket, step, ids, trains, complete, self._attempt)
+            self._look_up(request, functools.partial(self._finish, results, graph_run, looked_up))
         except TfpsError as error:
             answer(results, [to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])
             raise
 
-    def _ask(self, ids: Ids, step: int, trains: bool, complete: bool, finish: OnReply) -> None:
-        runtime, bucket, ahead = self._table.runtime, self._table.bucket, self._table.ahead
-        ask = functools.partial(runtime.exchange.tables.ask, bucket, step=step, trains=trains, attempt=self._attempt)
-        foreseen = ahead.take(ids, step) if trains else None
-        if foreseen is None:
-            self._unforeseen = ids if trains else self._unforeseen
-            runtime.request(self.spec, lambda take: ask(ids, on_reply=take, complete=complete), finish)
+    def _look_up(self, request: Lookup, finish: OnReply) -> None:
+        runtime, tables, ahead = self._table.runtime, self._table._tables, self._table.prefetcher
+        ids, step, complete = request.ids, request.step, request.complete
+        wait = ahead.take(ids, step) if request.trains else None
+        if wait is None:
+            self._missed = ids if request.trains else self._missed
+            runtime.request(self.spec, functools.partial(tables.lookup, request), finish)
         else:
-            runtime.request(self.spec, foreseen.wait, finish)
+            runtime.request(self.spec, wait, finish)
             if complete:
-                runtime.request(self.spec, lambda take: ask(ids[:0], on_reply=take, complete=True), lambda reply: None)
+                told = dataclasses.replace(request, ids=ids[:0])
+                runtime.request(self.spec, functools.partial(tables.lookup, told), lambda reply: None)
         if complete:
-            unforeseen, self._unforeseen = self._unforeseen, None
-            ahead.began(step, unforeseen)
+            missed, self._missed = self._missed, None
+            ahead.began(step, missed)
 
     def _counted(self, step: int, number: int, run: int) -> tuple[bool, bool]:
         """Whether gradients of this lookup may follow in its run, and whether it is the last of all replicas."""
@@ -416,7 +397,7 @@ class _Lookups(Pull):
         elif self._over or run != self._run:
             self._attempt += 1
         if run != self._run:
-            self._run, self._came, self._unforeseen = run, Counter(), None
+            self._run, self._came, self._missed = run, Counter(), None
         self._over = False
         self._came[number] += 1
         done = [each for each, came in self._came.items() if came == self._table.traced(each).lookups]

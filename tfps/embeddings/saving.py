@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tfps.embeddings.variable import TableVariable, all_tables, tables_of, update_spec
 from tfps.errors import ConfigError, UnsupportedError
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
@@ -32,7 +33,6 @@ from tfps.keras_hooks.checkpoint import (
     restores_alone,
     saved_beside,
 )
-from tfps.policies.table_variable import TableVariable, all_tables, update_spec
 from tfps.tables.files import saved_update
 from tfps.types import Argument, Json, Model, Optimizer
 
@@ -41,11 +41,6 @@ _INDEX = "tables.json"
 _REFERENCE, _SEED = "rows", "seed"  # in what Keras stores of a layer
 _NO_ROWS = "no rows, seed "  # in place of a reference of a table that had none
 _references: contextvars.ContextVar[dict[int, str] | None] = contextvars.ContextVar("references", default=None)
-
-
-def tables_of(model: Model) -> list[TableVariable]:
-    """The tables of a model, in the order of its layers."""
-    return [each for each in model.variables if isinstance(each, TableVariable)]
 
 
 # Files of Keras
@@ -92,7 +87,7 @@ def _saved(model: Model, filepath: StrPath) -> Iterator[None]:
     references = {
         id(table): f"{identity}/{names[id(table)]}" if table.table.spec is not None else "" for table in tables
     }
-    first = _is_first(tables)
+    first = all(each.strategy is None or each.strategy.rank == 0 for each in tables)
     for table in tables if first else ():
         if table.table.spec is not None:
             table.table.save(str(folder.absolute()), names[id(table)])
@@ -111,7 +106,7 @@ def _loaded(model: Model, filepath: StrPath) -> None:
         if reference := table.table.awaits:
             if reference.startswith(_NO_ROWS):
                 seed = reference.removeprefix(_NO_ROWS)
-                table.table.restore([], "", reference, alone=restores_alone.get(), seed=seed)
+                table.table.load([], "", reference, alone=restores_alone.get(), seed=seed)
                 continue
             path = _local(filepath)
             identity, _, name = reference.partition("/")
@@ -146,7 +141,7 @@ def _restore(
         known = table.optimizer is not None or optimizer is not None
         update = _update_of(table, optimizer) if known else saved_update(folders[-1], name)
         table.table.declare(table.spec(update))
-    table.table.restore([str(each.absolute()) for each in folders], name, identity, alone=restores_alone.get())
+    table.table.load([str(each.absolute()) for each in folders], name, identity, alone=restores_alone.get())
 
 
 def _update_of(table: TableVariable, optimizer: Optimizer) -> UpdateSpec:
@@ -240,18 +235,13 @@ def _names(tables: Sequence[TableVariable]) -> dict[int, str]:
 
 def _identity(tables: Sequence[TableVariable]) -> str:
     """Names the state of the rows, alike on all ranks."""
-    strategy = next((each.strategy for each in tables if isinstance(each.strategy, BaseStrategy)), None)
+    strategy = next((each.strategy for each in tables if each.strategy is not None), None)
     run = (strategy.extended.exchange.info.run if strategy is not None else "") or _RUN
     state = None if strategy is None else strategy.extended.policy.state
     if state is None:
         state = sum(each.table.step for each in tables)
     changes, numbers = sum(each.table.changes for each in tables), sum(each.table.number for each in tables)
     return f"{run}-{state}-{changes}-{numbers}"
-
-
-def _is_first(tables: Sequence[TableVariable]) -> bool:
-    strategies = {each.strategy for each in tables if isinstance(each.strategy, BaseStrategy)}
-    return all(strategy.rank == 0 for strategy in strategies)
 
 
 def _local(filepath: StrPath) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfps.policies.table_variable import TableVariable
+from tfps.embeddings.variable import TableVariable
 from tfps.types import Argument, Array
 
 

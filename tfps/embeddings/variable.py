@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfps.config import Config
+from tfps.embeddings.host import HostTable
 from tfps.errors import UnsupportedError
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
@@ -27,11 +28,11 @@ from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gr
 from tfps.graph.tf_private import identities, in_xla, ops
 from tfps.policies.remote_optimizers import READINGS, Reading, step_scalars
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.tables import HostTable
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
 from tfps.trace.recorder import Recorder
-from tfps.types import Argument, Array, Optimizer, Options, Structure, Value, Variable
+from tfps.types import Argument, Array, Model, Optimizer, Options, Structure, Value, Variable
+from tfps.updates.itself import UpdatesItself
 from tfps.updates.names import unnumbered
 from tfps.worker.embedded import EmbeddedExchange
 
@@ -48,7 +49,7 @@ def _local_runtime() -> Runtime:
     return runtime
 
 
-class TableVariable(keras.Variable):
+class TableVariable(keras.Variable, UpdatesItself):
     """Stands for a table; float32 [1, dim], always 0. Its gradient is `tf.IndexedSlices` of rows, float32 [n, dim].
 
     Its shape is that of a table of one row: so TensorFlow makes the gradients of branches that look nothing up.
@@ -67,17 +68,18 @@ class TableVariable(keras.Variable):
     ) -> None:
         super().__init__(initializer="zeros", shape=(1, dim), dtype="float32", name=name, **options)
         self.overwrite_with_gradient = True  # so that optimizers keep no slots for it
-        self.strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+        self._strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+        self.strategy = self._strategy if isinstance(self._strategy, BaseStrategy) else None  # of tfps
         self.dim, self.rows, self.optimizer = dim, rows, optimizer
         self._initial, self._settings = initial, settings
-        if isinstance(self.strategy, BaseStrategy):
+        if self.strategy is not None:
             extended = self.strategy.extended
             runtime, replicas = extended.runtime, len(extended.worker_devices)
         else:
-            runtime, replicas = _local_runtime(), _replicas(self.strategy)
+            runtime, replicas = _local_runtime(), _replicas(self._strategy)
         self.table = HostTable(runtime, self.path, unnumbered(self.path), dim, initial, seed, replicas)
         self._seed: Variable | None = None  # rank 0's, when initial values are agreed
-        if isinstance(self.strategy, BaseStrategy):
+        if self.strategy is not None:
             self._seed = tf.Variable(seed, trainable=False, dtype=tf.int64, name=f"{self.path}/seed")
             self.table.codec = self.strategy.extended.compressing.codec_of_table(self.path)
         with _lock:
@@ -88,9 +90,7 @@ class TableVariable(keras.Variable):
     @property
     def _replica(self) -> int:
         context = tf.distribute.get_replica_context()
-        if context is None or self.strategy is None or context.strategy is not self.strategy:
-            return 0
-        return int(context._replica_id)
+        return int(context._replica_id) if context is not None and context.strategy is self._strategy else 0
 
     def lookup(self, ids: tf.Tensor) -> tf.Tensor:
         """Rows of `ids`, int64 [n], each once: float32 [n, dim], differentiable with respect to this variable."""
@@ -136,7 +136,6 @@ class TableVariable(keras.Variable):
         return TableSpec(self.dim, self.rows, self.table.seed, self._initial, update, **self._settings)
 
     def declare(self, optimizer: Optimizer) -> None:
-        """Declares how the table is updated; `optimizer` counts if it has none."""
         self.table.declare(self.spec(update_spec(self.optimizer or optimizer, self.dim)))
 
     def load(self, ids: Array, rows: Array) -> None:
@@ -144,10 +143,10 @@ class TableVariable(keras.Variable):
         if self.table.spec is None:  # its optimizer may not be known yet: it is declared again then
             plain = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (self.dim,), (False,))
             self.table.declare(self.spec(plain if self.optimizer is None else update_spec(self.optimizer, self.dim)))
-        self.table.put_rows(ids, rows)
+        self.table.assign(ids, rows)
 
-    def update(self, gradient: Value, optimizer: Optimizer) -> None:
-        """Sends this replica's gradient to the owners of the rows, once declared; `optimizer` as there."""
+    def apply(self, gradient: Value, optimizer: Optimizer) -> None:
+        """Sends it to the owners of the rows."""
         optimizer = self.optimizer or optimizer
         if not isinstance(gradient, tf.IndexedSlices):
             raise UnsupportedError(
@@ -156,7 +155,7 @@ class TableVariable(keras.Variable):
                 "the variable of the table out of losses"
             )
         ids, values = _by_id(gradient)
-        if isinstance(self.strategy, BaseStrategy):
+        if self.strategy is not None:
             ids, values = self._counted(self.strategy, ids, values)
         reading = _RULES[type(optimizer)]
         scalars = tf.concat([step_scalars(optimizer, reading, optimizer.learning_rate)], 0)
@@ -182,27 +181,27 @@ _lock = threading.RLock()  # guards it; reentrant: the garbage collector may run
 _all: weakref.WeakValueDictionary[int, TableVariable] = weakref.WeakValueDictionary()  # by number
 
 
+def _every() -> list[TableVariable]:
+    with _lock:
+        return list(_all.values())
+
+
 def all_tables(strategy: tf.distribute.Strategy | None) -> list[TableVariable]:
     """The tables of a strategy of tfps, or those of none, in the order in which they were created."""
-
-    def is_own(table: TableVariable) -> bool:
-        return (table.strategy if isinstance(table.strategy, BaseStrategy) else None) is strategy
-
-    with _lock:
-        found = list(_all.values())
-    return sorted(filter(is_own, found), key=lambda table: table.table.number)
+    return sorted((each for each in _every() if each.strategy is strategy), key=lambda table: table.table.number)
 
 
-def foresee(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[Structure]) -> None:
+def tables_of(model: Model) -> list[TableVariable]:
+    """The tables of a model, in the order of its layers."""
+    known = {id(each): each for each in _every()}
+    return [known[id(each)] for each in model.variables if id(each) in known]
+
+
+def prefetch(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[Structure]) -> None:
     """Asks for the rows of a batch that has just been staged. Called by a thread that stages."""
     if (own := strategy()) is not None:
         for variable in all_tables(own):
-            variable.table.foresee(batches)
-
-
-def tables_apart(variables: Sequence[Variable]) -> list[Variable]:
-    """`variables` without those that stand for tables: what optimizers keep slots for."""
-    return [each for each in variables if not isinstance(each, TableVariable)]
+            variable.table.prefetch(batches)
 
 
 def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tfps.embeddings.prefetch import Prefetcher
 from tfps.exchange.interface import OnReply
-from tfps.runtime.foreseen import Ahead, Ids
+from tfps.exchange.requests import Ids
 
 
 class Asked:
@@ -12,7 +13,7 @@ class Asked:
     def __init__(self, ids: Ids, step: int) -> None:
         self.ids, self.step = ids, step
 
-    def wait(self, on_reply: OnReply) -> None:
+    def __call__(self, on_reply: OnReply) -> None:
         raise NotImplementedError
 
 
@@ -21,9 +22,9 @@ class Recorded:
 
     def __init__(self) -> None:
         self.requests: list[Asked] = []
-        self.ahead = Ahead(self._foresee)
+        self.ahead = Prefetcher(self._prefetch)
 
-    def _foresee(self, ids: Ids, step: int) -> Asked:
+    def _prefetch(self, ids: Ids, step: int) -> Asked:
         self.requests.append(Asked(ids, step))
         return self.requests[-1]
 
@@ -57,7 +58,7 @@ def test_the_next_batch_is_asked_for_when_a_step_has_all_its_lookups() -> None:
     assert recorded.asked() == [(2, [5])]
 
 
-def test_a_step_that_was_foreseen_wrongly_asks_by_itself_and_the_next_is_foreseen_again() -> None:
+def test_a_step_that_was_prefetched_wrongly_asks_by_itself_and_the_next_is_prefetched_again() -> None:
     recorded = Recorded()
     ahead = recorded.ahead
     ahead.began(0, of(9))

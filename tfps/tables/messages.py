@@ -3,7 +3,7 @@
 Ids go sorted, as the first one and the differences of neighbours in 1, 2, 4 or 8 bytes, whatever the largest needs: a
 batch of ids from a million takes 1 or 2 bytes for each, instead of 8.
 
-Tested in tests/wire/test_rows.py.
+Tested in tests/tables/test_messages.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.exchange.codecs import Codec, Floats
+from tfps.exchange.requests import Ids
 from tfps.types import Buffer, DType
 
-Ids = NDArray[np.int64]
 _IDS = struct.Struct("<IIq")  # how many, bytes of a difference, the first id
 _PUSH = struct.Struct("<II")  # bytes of the step's scalars, bytes of the ids
 _DIFFERENCES: dict[int, DType] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
