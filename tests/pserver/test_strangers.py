@@ -194,7 +194,7 @@ def test_members_that_only_push_and_leave_hold_no_threads(cluster: Cluster) -> N
     for _ in range(30):  # more than the pserver has threads
         member = cluster.raw(server.address)
         pushing = member._push(member._outbox, member.incarnation, "0")
-        jobs.poll(lambda: bool(server._job._membership.members[0].streams))
+        jobs.poll(lambda: bool(server._job._roster.members[0].streams))
         member.leave()
         assert pushing.exception(jobs.DEADLINE_S) is not None
 

@@ -22,7 +22,8 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec, declared
 from tfps.exchange.layout import Layout
-from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Members, State, first_difference
+from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, State, first_difference
+from tfps.membership.roster import Roster
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.async_slice import AsyncSlice
@@ -55,9 +56,9 @@ class Job(Elastic):
         super().__init__()
         self._recorder, self._errors, self._max_memory = recorder, errors, max_memory
         self.recording = Recording(recorder)
-        self.counters = Counters(lambda: self._membership.view)
+        self.counters = Counters(lambda: self._roster.view)
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
-        self._membership = Members(view, name)
+        self._roster = Roster(view, name)
         self._shard = Shard(Config(), view, 0, recorder, max_memory)  # replaced when the first worker joins
         self._queues: dict[int, SendQueue] = {}
         self._memory: dict[int, Attached] = {}  # of the members that share theirs
@@ -71,24 +72,24 @@ class Job(Elastic):
     @property
     def incarnation(self) -> str:
         """Tells this run of a job from others; known to its members only. Empty before the first has joined."""
-        return self._membership.incarnation
+        return self._roster.incarnation
 
     @property
     def over(self) -> bool:
         """Whether it has failed or all its members have left."""
         with self._changed:
-            return self._failure is not None or self._membership.over
+            return self._failure is not None or self._roster.over
 
     @property
     def under_way(self) -> bool:
         """Whether it has begun and is not over."""
-        return bool(self._membership.members) and not self.over
+        return bool(self._roster.members) and not self.over
 
     @property
     def abandoned(self) -> bool:
         """Whether all who have joined died before they opened a stream: nothing of them may reach the next job."""
         with self._changed:
-            members, now_s = self._membership.members.values(), time.monotonic()
+            members, now_s = self._roster.members.values(), time.monotonic()
             return bool(members) and all(
                 member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S
                 for member in members
@@ -97,21 +98,21 @@ class Job(Elastic):
     def wait_over(self, timeout_s: float) -> None:
         """Waits while some have left and others not: a script may train again while slower workers finish a job."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
+            self._changed.wait_for(lambda: self._failure is not None or not self._roster.ending, timeout_s)
 
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Joined:
         """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
         with self._changed:
-            joins = self.begun and config.min_workers is not None and applicant.rank in (None, *self._membership.lost)
+            joins = self.begun and config.min_workers is not None and applicant.rank in (None, *self._roster.lost)
             if joins and not config.takes_newcomers:
                 raise UnsupportedError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
                     "on without it"
                 )
-            first = not self._membership.members
-            member = self._membership.join(applicant, time.monotonic())
+            first = not self._roster.members
+            member = self._roster.join(applicant, time.monotonic())
             if first:
-                view, index = self._membership.view, applicant.pserver_index
+                view, index, self._roster.least = self._roster.view, applicant.pserver_index, config.min_workers
                 self._shard = Shard(config, view, index, self._recorder, self._max_memory, self._tell_set)
                 if config.min_workers is not None and not self._beats:
                     self._beats = True
@@ -126,17 +127,17 @@ class Job(Elastic):
                 )
                 for number, ranks in self._shard.sets.told():
                     self._queues[member.rank].put_urgent(frames.encode_ranks(number, ranks))
-            candidate = self.begun and member.rank not in self._membership.view.ranks
+            candidate = self.begun and member.rank not in self._roster.view.ranks
             if candidate:
                 self._log(f"has a candidate: {member} may take part at the next step boundary")
-            view = self._membership.view
+            view = self._roster.view
             return Joined(member.rank, member.rank in self._memory, candidate, view.ranks, view.generation)
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""
         with self._changed:
             self._raise_failure()
-            member = self._membership.members.get(rank)
+            member = self._roster.members.get(rank)
             if member is None or member.state is State.GONE or stream in member.streams:
                 raise ConnectError(f"rank {rank} has not joined this pserver, has left it, or has a stream already")
             member.streams.add(stream)
@@ -152,7 +153,7 @@ class Job(Elastic):
         """A stream of `rank` has ended, as expected (after `leave` or a failure) or not; ends the other one."""
         queue.close()
         with self._changed:
-            member = self._membership.members.get(rank)
+            member = self._roster.members.get(rank)
             if member is None or self._queues[rank] is not queue:
                 return  # it has been lost, and maybe another one has its number
             lost = member.state is not State.GONE
@@ -171,11 +172,11 @@ class Job(Elastic):
     def leave(self, rank: int, failure: TfpsError | None, reason: str = "") -> None:
         """Removes `rank`; the job fails if it left because of a failure, or if others wait for it. See LeaveRequest."""
         with self._changed:
-            member = self._membership.members.get(rank)
+            member = self._roster.members.get(rank)
             if member is None or member.state is State.GONE:
                 return
-            if rank not in self._membership.view.ranks:
-                self._drop_candidate(rank, f"has left: {reason or failure or 'it did not say why'}")
+            if rank not in self._roster.view.ranks:
+                self._lose(rank, f"has left: {reason or failure or 'it did not say why'}")
                 return
         if failure is not None:
             if isinstance(failure, PserverLostError) and self._shard.config.outlives_pservers:
@@ -189,7 +190,7 @@ class Job(Elastic):
         with self._changed:
             member.reason = reason
             self._go(member)
-            if self._failure is None and self._membership.over:
+            if self._failure is None and self._roster.over:
                 self._log("has ended: all its workers have left")
                 self._remove_snapshots()
             self._changed.notify_all()
@@ -198,10 +199,8 @@ class Job(Elastic):
         self._queues[rank].close()
         self._end_lone_streams()
         self._shard.bound.quiesce(rank, gone=True)
-        if self._goes_on(1):
-            self._membership.part(rank)
-            self._announce(Header(Kind.LOST, index=rank, step=frames.ENDED), f"{member} has left".encode())
-            self._change_view()
+        if self._roster.goes_on(1):
+            self._leave_view(rank)
         for bucket, item in self._shard.slices():
             if (late := item.late([rank])) is not None:
                 self._fail_left(late, bucket)
@@ -221,7 +220,7 @@ class Job(Elastic):
                 return
             self._failure = error
             self._errors.add("job", error)
-            if self._membership.members and not self._membership.over:
+            if self._roster.members and not self._roster.over:
                 moves = self._shard.config.outlives_pservers and isinstance(error, PserverLostError)
                 what = "ends here, to go on with other pservers" if moves else f"has failed: {type(error).__name__}"
                 self._log(f"{what}: {error}")
@@ -238,7 +237,7 @@ class Job(Elastic):
             over = [
                 rank
                 for rank in self._ends
-                if PULL not in (member := self._membership.members[rank]).streams
+                if PULL not in (member := self._roster.members[rank]).streams
                 and (self._failure is not None or member.state is State.GONE)
             ]
             ends = [self._ends.pop(rank) for rank in over]
@@ -246,7 +245,7 @@ class Job(Elastic):
             end()
 
     def _log(self, what: str) -> None:
-        names = (member.applicant.job for member in self._membership.members.values())
+        names = (member.applicant.job for member in self._roster.members.values())
         name = next((f"job {name!r}" for name in names if name), "job")
         line = f"{name} {what}"
         logger.info("%s", "".join(each if each.isprintable() else " " for each in line[:_SHOWN]))
@@ -256,7 +255,7 @@ class Job(Elastic):
             raise self._failure
 
     def _fail_left(self, late: Late, bucket: str) -> None:
-        member = self._membership.members[late.rank]
+        member = self._roster.members[late.rank]
         why = f"its data ended earlier or its script ended; give every worker the same number of batches: {_EVERY_RANK}"
         if member.reason:
             why = f"it ended with {member.reason}"
@@ -275,7 +274,7 @@ class Job(Elastic):
         steps: Sequence[int] = (),
     ) -> None:
         """Blocks until all ranks have declared the same (number 0: have joined); if it times out it may be repeated."""
-        members = self._membership
+        members = self._roster
         lines = [*details, *map(str, specs)]  # without the lock: there may be thousands
         if steps and (len(steps) != len(specs) or max(steps) >= _MOST_STEPS):
             raise ProtocolError(f"steps of a declaration must be one for each bucket, below 2**62, got {len(steps)}")
@@ -321,13 +320,14 @@ class Job(Elastic):
     def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._failure is not None or declaration.agreed:
             return True
-        gone = self._membership.gone()
-        if rank not in self._membership.members or any(r == rank or r not in declaration.lines for r in gone):
+        gone = self._roster.gone()
+        if rank not in self._roster.members or any(r == rank or r not in declaration.lines for r in gone):
             return True
-        if not declaration.lines.keys() >= set(self._membership.view.ranks) or self._membership.not_streaming():
+        if not declaration.lines.keys() >= set(self._roster.view.ranks) or self._roster.not_streaming():
             return False
         self._shard.add(declaration.specs, declaration.steps)
-        declaration.agreed = True
+        declaration.agreed = self._roster.begun = True
+        self._roster.restored = self._is_restored
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
         if self._goes_on_now:
             self._shard.resume()
@@ -348,10 +348,10 @@ class Job(Elastic):
         """Starts or stops recording a capture, and tells all workers."""
         with self._changed:
             self._raise_failure()
-            if self._membership.over:  # the recorder is the next job's
+            if self._roster.over:  # the recorder is the next job's
                 raise ClosedError("all workers have left the job, so nothing of it can be recorded")
             if on:
-                others = set(self._membership.view.ranks[1:]) - set(self._membership.gone())
+                others = set(self._roster.view.ranks[1:]) - set(self._roster.gone())
                 self.recording.start(number, () if self._shard.index else others)
             else:
                 self.recording.stop(number, self._shard.index)
@@ -368,7 +368,7 @@ class Job(Elastic):
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
         """Takes a PUSH and sends answers; keeps `payload`, unless the slice is in shared memory at `place`."""
         buckets = self._shard.buckets
-        member = self._membership.members.get(rank)
+        member = self._roster.members.get(rank)
         if self._failure is not None or member is None:
             return  # its stream is about to end
         bucket = declared(buckets, header.bucket)
@@ -399,7 +399,7 @@ class Job(Elastic):
         if answers:
             self._send(answers)
         self._hurry(header.bucket, item, header.index)
-        if self._some_left and (late := item.late(self._membership.gone())) is not None:
+        if self._some_left and (late := item.late(self._roster.gone())) is not None:
             self._fail_left(late, bucket.spec.name)
         elif isinstance(item, AsyncSlice):
             self._check_assigned(item, self._shard.bound.quiesced(), bucket.spec.name)
@@ -414,7 +414,7 @@ class Job(Elastic):
 
     def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
         """Takes the SCALARS that come before the slices of a push."""
-        if self._failure is not None or rank not in self._membership.members:
+        if self._failure is not None or rank not in self._roster.members:
             return
         bucket = self.bucket(header.bucket)
         if bucket.scalars is None:
@@ -447,7 +447,7 @@ class Job(Elastic):
         with self._changed:
             self._raise_failure()
             if missing:
-                names = ", ".join(map(self._membership.describe, missing))
+                names = ", ".join(map(self._roster.describe, missing))
                 raise WaitTimeoutError(
                     f"rows of {item.label} are replaced when all ranks do so, within {timeout_s:.3g} s: missing {names}"
                 )
@@ -462,7 +462,7 @@ class Job(Elastic):
         item = self._table(number)
         if not item.hold(rank, step, timeout_s, lambda: self._failure is not None):
             self._raise_failure()
-            names = ", ".join(map(self._membership.describe, item.missing(rank)))
+            names = ", ".join(map(self._roster.describe, item.missing(rank)))
             raise WaitTimeoutError(
                 f"step {step} of {item.label} was not applied within {timeout_s:.3g} s: it lacks gradients of {names}"
             )
@@ -475,21 +475,21 @@ class Job(Elastic):
         """The ranks whose push of a slice of `bucket` others wait for, as rank `asking` does."""
         with self._changed:
             ranks = {rank for item in self.bucket(bucket).slices.values() for rank in item.missing(asking)}
-            return [self._membership.describe(rank) for rank in sorted(ranks)]
+            return [self._roster.describe(rank) for rank in sorted(ranks)]
 
     def undeclared(self) -> list[str]:
         """The ranks that have not joined, or not declared what others have."""
         with self._changed:
             self._raise_failure()
-            ranks = set(self._membership.not_streaming())
+            ranks = set(self._roster.not_streaming())
             if self._declarations and not (last := self._declarations[-1]).agreed:
-                ranks.update(rank for rank in self._membership.view.ranks if rank not in last.lines)
-            return [self._membership.describe(rank) for rank in sorted(ranks)]
+                ranks.update(rank for rank in self._roster.view.ranks if rank not in last.lines)
+            return [self._roster.describe(rank) for rank in sorted(ranks)]
 
     def status(self) -> pb.StatusReply:
         """The job's part of a status. Streams keep running, so their numbers may be a slice apart."""
         with self._changed:
-            members, state = self._membership, "running"
+            members, state = self._roster, "running"
             if self._failure is not None:
                 state = "failed"
             elif not members.members or members.over:
@@ -550,7 +550,7 @@ class Job(Elastic):
         """Fails the job if others wait for a rank that is quiesced."""
         if quiesced and (late := item.late(quiesced)) is not None:
             text = (
-                f"{self._membership.describe(late.rank)} has ended its epoch, or exchanges something else, while "
+                f"{self._roster.describe(late.rank)} has ended its epoch, or exchanges something else, while "
                 "others wait for its first step, or for it to assign values to variables of bucket "
                 f"'{bucket}' as they have, or to collect their residuals: give every rank a batch, assign on every "
                 "rank, and save a tf.train.Checkpoint on every rank between epochs"
