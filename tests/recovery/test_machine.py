@@ -35,7 +35,7 @@ def event(line: str) -> Event:
         case "failed":
             return machine.Failed(numbers[0], error(texts[1:]), "for" not in texts, now_s)
         case "decided":
-            return machine.Decided(pb.RegroupReply(generation=numbers[0], ranks=numbers[1:]))
+            return machine.Decided(pb.Decision(generation=numbers[0], ranks=numbers[1:]))
         case "connected":
             return machine.Connected(numbers[0])
         case "restored":

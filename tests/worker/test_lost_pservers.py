@@ -140,7 +140,7 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     job.step()
     meet, wakes = Reconfiguration._meet, threading.Event()
 
-    def sleeps(self: Reconfiguration, *arguments: Argument) -> pb.RegroupReply:
+    def sleeps(self: Reconfiguration, *arguments: Argument) -> pb.Decision:
         if self._core.rank == 2:
             wakes.wait(jobs.DEADLINE_S)
         return meet(self, *arguments)

@@ -274,24 +274,8 @@ class ParameterServer:
                 raise PserverLostError(f"pserver {self.address} has another job")
 
         was_of = own or self._meetings.was_of(request.incarnation)
-        outcome = self._meetings.meet(request, was_of, _bounded(request.timeout_s), begin)
-        return pb.RegroupReply(
-            known=True,
-            generation=outcome.generation,
-            ranks=outcome.ranks,
-            pservers=outcome.pservers,
-            declarations=outcome.declarations,
-            steps=outcome.steps,
-            results=[
-                pb.Result(bucket=bucket, rank=result.rank, ranks=result.ranks)
-                for bucket, result in outcome.results.items()
-            ],
-            reason=outcome.reason,
-            expected=outcome.expected,
-            gone=outcome.gone,
-            newest=[pb.Result(bucket=bucket, rank=rank) for bucket, rank in outcome.newest.items()],
-            folders=outcome.folders,
-        )
+        decision = self._meetings.meet(request, was_of, _bounded(request.timeout_s), begin)
+        return pb.RegroupReply(known=True, decision=decision)
 
     def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
         if request.workers != self.workers:

@@ -1,7 +1,7 @@
 """An `Exchange` that goes on when pservers are lost, come back, or join (`Config.outlives_pservers`).
 
 Such a job keeps nothing on its pservers but rounds under way. So a lost pserver ends the job there; its workers meet,
-agree where each bucket is, and begin the job anew: see tfps/membership/regrouping.py. What a worker has pushed is kept
+agree where each bucket is, and begin the job anew: see tfps/membership/decision.py. What a worker has pushed is kept
 until the reply, and the reply until the next one, by reference; of what pservers update more (journal.py).
 
 Tested in tests/worker/test_lost_pservers.py, tests/worker/test_lost_meanwhile.py and

@@ -61,7 +61,7 @@ class Failed:
 class Decided:
     """The workers have met, and this is what they agree on."""
 
-    decision: pb.RegroupReply
+    decision: pb.Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Connect:
     """Begin a session: `Connected` or `Missed` follows. Without a `decision` this worker asks to join."""
 
     session: int
-    decision: pb.RegroupReply | None
+    decision: pb.Decision | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Write:
     """Give a session this worker's part of what pservers keep: `Restored` or `Missed` follows."""
 
     session: int
-    decision: pb.RegroupReply | None
+    decision: pb.Decision | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class Recovery:
         self.behind: frozenset[int] = frozenset()
         self.closing = False  # it ends as soon as others do not need it
         self._newest = 0  # session
-        self._decision: pb.RegroupReply | None = None  # of the last rendezvous
+        self._decision: pb.Decision | None = None  # of the last rendezvous
         self._reason, self._began_s, self._said_s = "", 0.0, 0.0  # of this reconfiguration
 
     def step(self, event: Event) -> Sequence[Effect]:
@@ -340,7 +340,7 @@ class Recovery:
             return self._connect(None)
         return [Report(None if self._decision is None else self._decision.generation, self._reason)]
 
-    def _connect(self, decision: pb.RegroupReply | None) -> Sequence[Effect]:
+    def _connect(self, decision: pb.Decision | None) -> Sequence[Effect]:
         self.phase, self._decision = Phase.RESTORING, decision
         self._newest += 1
         return [Connect(self._newest, decision)]

@@ -1,6 +1,6 @@
 """Does what the machine says (machine.py): meets other workers, makes sessions, restores what pservers keep.
 
-See tfps/membership/regrouping.py for what workers agree on.
+See tfps/membership/decision.py for what workers agree on.
 
 Tested in tests/worker/test_lost_pservers.py, tests/worker/test_lost_meanwhile.py and
 tests/elastic/test_lost_pservers.py.
@@ -170,7 +170,7 @@ class Reconfiguration:
             case machine.Write(session, decision):
                 self._write(session, old, decision)
 
-    def _meet(self, old: Worker, generation: int | None, reason: str) -> pb.RegroupReply:
+    def _meet(self, old: Worker, generation: int | None, reason: str) -> pb.Decision:
         """Meets the others; those pservers that `old` has just waited for are not asked in the first attempt."""
         silent, old.silent_pservers = old.silent_pservers, set()
         report = self._report(old, old.view.generation if generation is None else generation, reason)
@@ -179,7 +179,7 @@ class Reconfiguration:
         self._workers.add_addresses(decision.pservers)
         return decision
 
-    def _write(self, session: int, old: Worker, decision: pb.RegroupReply | None) -> None:
+    def _write(self, session: int, old: Worker, decision: pb.Decision | None) -> None:
         """Restores what pservers keep, or declares again what a worker has that asked to join."""
         core, new = self._core, self._core.sessions[session]
         if decision is not None:
@@ -199,43 +199,35 @@ class Reconfiguration:
 
     def _report(self, old: Worker, generation: int, reason: str) -> pb.Report:
         view = old.view
-        everybody = sorted(view.ranks)
-        report = pb.Report(
+        return pb.Report(
             generation=generation,
             ranks=view.ranks,
             lost=set(range(view.workers)).difference(view.ranks, self._joining.admitting),
             silent=old.presence.silent,
             declarations=self._declarations.count,
-            steps=[bucket.replies for bucket in self._core.buckets],
-            results=[
-                pb.Result(bucket=number, rank=self._core.rank, ranks=sorted(bucket.last.ranks))
-                for number, bucket in enumerate(self._core.buckets)
-                if sorted(bucket.last.ranks) != everybody
-            ],
+            buckets=self._replaying.report(),
             reason=reason,
         )
-        self._replaying.report(report)
-        return report
 
-    def _restore(self, new: Worker, old: Worker, reply: pb.RegroupReply) -> list[tuple[Push, Reply]]:
+    def _restore(self, new: Worker, old: Worker, decision: pb.Decision) -> list[tuple[Push, Reply]]:
         """Lets `new` go on where the replies of `old` have ended; returns pushes that are answered now."""
-        steps, specs = list(reply.steps), old.pushes.specs()
-        results = {each.bucket: each for each in reply.results}
+        decided, specs = list(decision.buckets), old.pushes.specs()
+        results = {number: each for number, each in enumerate(decided) if each.HasField("giver")}
         declared = self._declarations
-        ahead, (latest, details), lines = declared.count > reply.declarations, declared.latest, declared.lines
+        ahead, (latest, details), lines = declared.count > decision.declarations, declared.latest, declared.lines
         lines = lines[: len(lines) - len(details)] if ahead and not latest else lines
-        new.resume(specs[: len(steps)], [step - (n in results) for n, step in enumerate(steps)])
-        for number, (bucket, step) in enumerate(zip(self._core.buckets, steps, strict=False)):
-            new.take_residual(number, old, step)
-            bucket.gone = bucket.gone or number in reply.gone
-        self._replaying.restore(new, reply)
+        new.resume(specs[: len(decided)], [each.step - each.HasField("giver") for each in decided])
+        for number, each in enumerate(decided):
+            new.take_residual(number, old, each.step)
+        self._replaying.restore(new, decision)
         for counter, known in self._peers.drawn.items():
             new.follow(counter, known)
         new.resume_lines(lines)  # from then on all ranks have written their parts
         found = self._exchange_results(new, results)
+        lacking = {number for number in found if self._core.buckets[number].replies < decided[number].step}
         if ahead:
             new.declare(latest, details)  # the others do so now, again
-        if self._core.quiesced and not any(self._core.buckets[number].replies < steps[number] for number in found):
+        if self._core.quiesced and not lacking:
             new.peers.quiesce()
         new.knows_as(old)
         # Nothing fails from here on.
@@ -243,16 +235,15 @@ class Reconfiguration:
         for number, last in found.items():
             bucket = self._core.buckets[number]
             with bucket.lock:
-                lacked = bucket.replies < steps[number]
                 bucket.replies = new.state.steps(number)
-                if lacked:
+                if number in lacking:
                     push, bucket.last, self._core.quiesced = bucket.pushes.popleft(), last, False
                     answered.append((push, last))
                     if push.collects:
                         new.state.set_residual(number, np.asarray(last.sum).view(np.float32))
         with self._core.changed:
             self._core.ended.update(set(old.places).difference(old.view.ranks))
-            self._joining.expected = list(reply.expected)
+            self._joining.expected = list(decision.expected)
         return answered
 
     def _use(self, session: int) -> None:
@@ -305,7 +296,7 @@ class Reconfiguration:
             new.fail(core.failures.failure)
         new.close(core.closing_reason)
 
-    def _exchange_results(self, new: Worker, results: Mapping[int, pb.Result]) -> dict[int, Reply]:
+    def _exchange_results(self, new: Worker, results: Mapping[int, pb.BucketDecision]) -> dict[int, Reply]:
         """Gives and gets the last replies that some ranks lack; returns them, by bucket."""
         came = threading.Semaphore(0)
         replies: dict[int, Reply] = {}
@@ -315,8 +306,8 @@ class Reconfiguration:
             came.release()
 
         for number, result in results.items():
-            own = packed(self._core.buckets[number].last) if result.rank == self._core.rank else None
-            new.pushes.repeat(number, result.rank, own, functools.partial(take, number))
+            own = packed(self._core.buckets[number].last) if result.giver == self._core.rank else None
+            new.pushes.repeat(number, result.giver, own, functools.partial(take, number))
         for _ in results:
             if not came.acquire(timeout=self._core.config.step_timeout_s):
                 raise WaitTimeoutError("the last replies of other ranks have not come")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tfps.protos import tfps_pb2 as pb
 from tfps.recovery.core import Core
-from tfps.recovery.journal import Push, Resumption
+from tfps.recovery.journal import Push
 from tfps.recovery.machine import Answered
 from tfps.worker.worker import Worker
 
@@ -18,24 +18,27 @@ class Replaying:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def report(self, report: pb.Report) -> None:
-        """Adds all that this worker has."""
+    def report(self) -> list[pb.BucketReport]:
+        """What this worker has of each bucket."""
+        found, everybody = [], sorted(self._core.view.ranks)
         for bucket in self._core.buckets:
+            last = sorted(bucket.last.ranks)
+            found.append(pb.BucketReport(step=bucket.replies, last=last if last != everybody else ()))
             if bucket.kept is not None:
-                bucket.kept.report(report)
+                bucket.kept.report(found[-1])
+        return found
 
-    def restore(self, worker: Worker, reply: pb.RegroupReply) -> None:
-        """Gives `worker`, which goes on as `reply` says, this rank's part of what pservers keep."""
-        steps, ranks = list(reply.steps), tuple(reply.ranks)
-        newest, folders = {each.bucket: each.rank for each in reply.newest}, dict(reply.folders)
-        for number, bucket in enumerate(self._core.buckets):
-            step = steps[number] if number < len(steps) else 0  # others declare it again
+    def restore(self, worker: Worker, decision: pb.Decision) -> None:
+        """Gives `worker`, which goes on as all have decided, this rank's part of what pservers keep."""
+        for number, bucket in enumerate(self._core.buckets):  # others declare again those that not all have
+            each = decision.buckets[number] if number < len(decision.buckets) else pb.BucketDecision()
+            if bucket.gone:
+                each = pb.BucketDecision(step=each.step, unrecoverable=True)
+            bucket.gone = each.unrecoverable
             if (kept := bucket.kept) is not None:
                 if not kept.replays:  # ranks step apart: all go on with the number of the first
-                    bucket.replies = step
-                folder = folders.get(number, "")
-                to = Resumption(step, self._core.rank, ranks, bucket.gone, newest.get(number), folder)
-                kept.resume(worker, to, bucket.pushes)
+                    bucket.replies = each.step
+                kept.resume(worker, each, tuple(decision.ranks), bucket.pushes)
             bucket.begun = bucket.asked
 
     def behind(self) -> frozenset[int]:
