@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfps"
 MAX_LINES = 620  # about 600
+MAX_CLASS_LINES, MAX_METHODS = 400, 30  # with what a class inherits of tfps: cutting it into bases changes nothing
+LIMITED = ("membership", "pserver", "recovery")
+LARGER = {"TableSlice", "AppliesEach"}  # may only lose members
 TOP, GROUND = "tfps", "ground"
 USED_EVERYWHERE = {"compression", "config", "errors", "threads", "types", "__version__", "protos"}
 LOWEST_WITH_TENSORFLOW, ALONE_WITH_TENSORFLOW = "graph", "tfps.callbacks"
@@ -138,6 +143,28 @@ def test_files_are_short_enough_to_read(path: Path) -> None:
 def test_files_of_tests_and_tools_are_short_enough_to_read() -> None:
     assert OTHERS
     assert not [f"{path.relative_to(ROOT)}: {lines(path)} lines" for path in OTHERS if lines(path) > MAX_LINES]
+
+
+@pytest.mark.parametrize("folder", LIMITED)
+def test_classes_are_small(folder: str) -> None:
+    found = set[str]()
+    for path in sorted((PACKAGE / folder).glob("*.py")):
+        module = importlib.import_module(name_of(path))
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            if kind.__module__ == module.__name__:
+                own = [each for each in kind.__mro__ if each.__module__.split(".")[0] == "tfps"]
+                methods = {
+                    name
+                    for each in own
+                    for name, value in vars(each).items()
+                    if callable(value) or isinstance(value, property)
+                }
+                if (
+                    len(methods) > MAX_METHODS
+                    or sum(len(inspect.getsourcelines(each)[0]) for each in own) > MAX_CLASS_LINES
+                ):
+                    found.add(name)
+    assert found == (LARGER if folder == "pserver" else set())
 
 
 @by_source

@@ -263,7 +263,7 @@ def test_ranks_that_come_to_an_admission_before_and_after_a_loss_admit_the_same(
     found: list[object] = []
     first = threading.Thread(target=lambda: found.extend(attempt(lambda: job.workers[0].joining.admit([2]))))
     first.start()
-    poll(lambda: (admission := job.servers[0]._job._admission) is not None and admission.called == {0})
+    poll(lambda: (admission := job.servers[0]._job.elastic.admission) is not None and admission.called == {0})
     job.lose(0)
     found += attempt(lambda: job.workers[1].joining.admit([2]))
     first.join(jobs.DEADLINE_S)

@@ -98,6 +98,7 @@ class Roster:
         self.resumed: Resumed | None = None  # what the job is if it goes on with other pservers
         self.least: int | None = None
         self.begun = False  # all have joined, here or at the first pserver: who is lost from now on is missed
+        self.takes_candidates = False  # all have joined here: others are candidates
         self.restored = False  # of a job that was resumed: all have written what they had kept
         self._few_since_s: float | None = None  # since when fewer than `least` have been left
 
