@@ -14,18 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfps"
 MAX_LINES, MAX_METHODS = 400, 30  # of a class with its bases of this package
-# Classes above that. The list only shrinks.
+# Classes above that, each with its reason. The list only shrinks.
 LARGE = {
-    "AppliesEach",
-    "Elastic",
-    "Extended",
-    "GatedVariable",
-    "Job",
-    "OuterOptimizer",
-    "PserverClient",
-    "Table",
-    "TableSlice",
-    "Worker",
+    "Extended",  # overrides what TensorFlow asks a strategy, in one class
+    "GatedVariable",  # overrides what TensorFlow asks a variable, in one class
+    "OuterOptimizer",  # a step of a fragment, traced and on the host: one protocol
+    "Worker",  # the exchange's interface, each method a delegation
 }
 TOP, GROUND = "tfps", "ground"
 USED_EVERYWHERE = {"compression", "config", "errors", "threads", "types", "__version__", "protos"}
@@ -171,6 +165,11 @@ def test_classes_are_small_with_what_they_inherit() -> None:
             large[name.rpartition(".")[2]] = f"{lines} lines, {len(methods)} methods"
     assert not large.keys() - LARGE, large
     assert not LARGE - large.keys(), "these have become small: take them from the list"
+
+
+def test_no_base_is_a_part_of_a_class() -> None:
+    docstrings = {name: ast.get_docstring(node) or "" for name, (node, _) in own_classes().items()}
+    assert not [name for name, text in docstrings.items() if text.startswith("The part of")]
 
 
 @by_source

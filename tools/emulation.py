@@ -26,9 +26,9 @@ from tfps.compression import LEAST_BYTES, NONE
 from tfps.config import MAX_SLICE_BYTES, Auto, Config
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec, Reply
-from tfps.pserver import server
-from tfps.pserver.job import Job
+from tfps.pserver import job
 from tfps.pserver.slices import Answer
+from tfps.pserver.state import JobState
 from tfps.types import Argument, Array, Json, Options
 from tfps.wire import connection
 from tfps.worker.worker import Worker
@@ -311,8 +311,8 @@ def _work(order: dict[str, Json]) -> dict[str, Json]:
     return {**found, **sizes, "cpu_s": time.process_time() - cpu_s, "peak_bytes": _peak_bytes()}
 
 
-class Holding(Job):
-    """A job that replies only when all buckets of a step are summed: the send barrier of PaddlePaddle #10550.
+class Holding(JobState):
+    """Of a job that replies only when all buckets of a step are summed: the send barrier of PaddlePaddle #10550.
 
     There the trainers fetch nothing before all of them have sent everything.
     """
@@ -322,16 +322,16 @@ class Holding(Job):
         self._holding = threading.Lock()  # guards _held
         self._held: list[Collection[Answer]] = []  # each of one slice
 
-    def _send(self, answers: Collection[Answer]) -> None:
+    def send(self, answers: Collection[Answer]) -> None:
         if not answers:
             return
         with self._holding:
             self._held.append(answers)
-            if len(self._held) < sum(len(bucket.slices) for bucket in self._shard.buckets):
+            if len(self._held) < sum(len(bucket.slices) for bucket in self.shard.buckets):
                 return
             held, self._held = self._held, []
         for each in held:
-            super()._send(each)
+            super().send(each)
 
 
 def main() -> None:
@@ -342,7 +342,7 @@ def main() -> None:
         from tfps.pserver import cli
 
         if sys.argv[2] == "holding":
-            setattr(server, "Job", Holding)  # noqa: B010  # the server makes its jobs itself
+            setattr(job, "JobState", Holding)  # noqa: B010  # jobs make theirs themselves
         sys.exit(cli.main(sys.argv[3:]))
     for line in sys.stdin:
         print(json.dumps(_work(json.loads(line))), flush=True)

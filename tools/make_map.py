@@ -74,7 +74,7 @@ PATH = (
     ),
     Step("wire", ("SendQueue.put",), '"tfps-pump"', "a queue per pserver: the most urgent slice first"),
     Step("wire", ("Connection.send",), 'thread "tfps-send"', "slices travel as frames (over gRPC: `GrpcPath`)"),
-    Step("pserver", ("Job.push",), 'thread "tfps-data-recv"', "finds the slice that the frame is for"),
+    Step("pserver", ("Rounds.push",), 'thread "tfps-data-recv"', "finds the slice that the frame is for"),
     Step("pserver", ("RoundSlice.take",), '"tfps-data-recv"', "takes the push into its round"),
     Step("exchange", ("SumRound.add",), '"tfps-data-recv"', "adds it"),
     Step(

@@ -1,7 +1,7 @@
 """Every order of messages in which one of three workers may be lost: the others agree, and nobody waits for ever.
 
 The search goes over the classes that decide, on both sides, without their I/O: slices with their rounds and sets of
-ranks, `Members`, and a worker's buckets with what takes their replies. All objects of one process are one part of a
+ranks, `Roster`, and a worker's buckets with what takes their replies. All objects of one process are one part of a
 state. What a part does with a message is computed once, on a copy, so that most states cost a few look-ups only.
 """
 
@@ -25,7 +25,8 @@ from tfps.collectives import from_source
 from tfps.config import Config
 from tfps.exchange.interface import BucketSpec, FailureState, Reply, as_bytes
 from tfps.exchange.layout import Placer
-from tfps.membership.members import Applicant, Members, State
+from tfps.membership.members import Applicant, State
+from tfps.membership.roster import Roster
 from tfps.membership.view import RankSets, View
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import Answer, RoundSlice
@@ -111,7 +112,8 @@ class Pserver(Part):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.members = Members(ALL)
+        self.members = Roster(ALL)
+        self.members.least, self.members.begun = 1, True
         for rank in range(WORKERS):
             one = Applicant("", rank, WORKERS, str(rank), "", 0, index, PSERVERS, "i")
             self.members.join(one, 0.0).state = State.STREAMING

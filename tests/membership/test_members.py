@@ -8,7 +8,8 @@ import itertools
 import pytest
 
 from tfps.errors import ConnectError, MismatchError
-from tfps.membership.members import STREAM_GRACE_S, Applicant, Members, State
+from tfps.membership.members import STREAM_GRACE_S, Applicant, State
+from tfps.membership.roster import Roster
 from tfps.membership.view import View
 from tfps.types import Argument
 
@@ -22,25 +23,25 @@ def applicant(**fields: Argument) -> Applicant:
 
 
 def test_ranks_are_given_in_order_of_joining_around_those_asked_for() -> None:
-    members = Members(View.first(3))
+    members = Roster(View.first(3))
     assert [members.join(applicant(rank=rank), 0).rank for rank in (1, None, None)] == [1, 0, 2]
 
 
 def test_a_repeated_call_gets_the_same_answer() -> None:
-    members = Members(View.first(1))
+    members = Roster(View.first(1))
     me = applicant()
     assert members.join(me, 0) is members.join(me, 0)
 
 
 def test_two_workers_of_one_rank_are_both_named() -> None:
-    members = Members(View.first(2))
+    members = Roster(View.first(2))
     members.join(applicant(rank=1, host="a", pid=11), 0)
     with pytest.raises(ConnectError, match="two workers have rank 1: a:11 and b:22"):
         members.join(applicant(rank=1, host="b", pid=22), 0)
 
 
 def test_a_worker_too_many_is_told_who_is_there() -> None:
-    members = Members(View.first(1))
+    members = Roster(View.first(1))
     members.join(applicant(host="a", pid=11), 0)
     with pytest.raises(ConnectError, match=r"all 1 ranks of the job are taken \(rank 0 \(a:11\)\)"):
         members.join(applicant(), 0)
@@ -49,28 +50,28 @@ def test_a_worker_too_many_is_told_who_is_there() -> None:
 @pytest.mark.parametrize("rank", [2, 100])
 def test_a_rank_beyond_the_number_of_workers_is_refused(rank: int) -> None:
     with pytest.raises(ConnectError, match=f"rank must be from 0 to 1 .*, got {rank}"):
-        Members(View.first(2)).join(applicant(rank=rank), 0)
+        Roster(View.first(2)).join(applicant(rank=rank), 0)
 
 
 def test_a_wrong_number_of_workers_names_both() -> None:
     with pytest.raises(ConnectError, match="started with --workers 2, this worker expects 3"):
-        Members(View.first(2)).join(applicant(workers=3), 0)
+        Roster(View.first(2)).join(applicant(workers=3), 0)
 
 
 def test_a_pserver_for_one_job_refuses_others() -> None:
     with pytest.raises(ConnectError, match=r"only job 'a' .*belongs to 'b'"):
-        Members(View.first(2), "a").join(applicant(job="b"), 0)
+        Roster(View.first(2), "a").join(applicant(job="b"), 0)
 
 
 def test_a_pserver_in_use_names_the_workers_of_the_other_job() -> None:
-    members = Members(View.first(2))
+    members = Roster(View.first(2))
     members.join(applicant(job="a", host="h", pid=7), 0)
     with pytest.raises(ConnectError, match=r"used by another job 'a' \(its workers: rank 0 \(h:7\)\)"):
         members.join(applicant(job="b"), 0)
 
 
 def test_the_incarnation_tells_jobs_of_one_name_apart() -> None:
-    members = Members(View.first(2))
+    members = Roster(View.first(2))
     members.join(applicant(pserver_index=1, pservers=2, incarnation="t1"), 0)
     assert members.incarnation == "t1"
     members.join(applicant(pserver_index=1, pservers=2, incarnation="t1"), 0)
@@ -80,11 +81,11 @@ def test_the_incarnation_tells_jobs_of_one_name_apart() -> None:
 
 def test_a_worker_must_begin_with_the_first_pserver() -> None:
     with pytest.raises(ConnectError, match="first pserver of its list first"):
-        Members(View.first(2)).join(applicant(pserver_index=1, pservers=2), 0)
+        Roster(View.first(2)).join(applicant(pserver_index=1, pservers=2), 0)
 
 
 def test_lists_in_different_orders_are_refused() -> None:
-    members = Members(View.first(2))
+    members = Roster(View.first(2))
     members.join(applicant(pservers=2, host="h", pid=7), 0)
     rule = r"lists of pservers differ: this pserver is number 1 of 2 for rank 0 \(h:7\) and number 2 of 2 for this"
     with pytest.raises(ConnectError, match=rule):
@@ -92,14 +93,14 @@ def test_lists_in_different_orders_are_refused() -> None:
 
 
 def test_settings_that_differ_are_named_with_both_values() -> None:
-    members = Members(View.first(2))
+    members = Roster(View.first(2))
     members.join(applicant(host="h", pid=7), 0)
     with pytest.raises(MismatchError, match=r"slice_bytes must be the same.*rank 0 \(h:7\) has 10, this worker 20"):
         members.join(applicant(settings={"slice_bytes": 20}), 0)
 
 
 def test_a_member_that_died_before_its_stream_makes_room() -> None:
-    members = Members(View.first(1))
+    members = Roster(View.first(1))
     members.join(applicant(rank=0), 0)
     with pytest.raises(ConnectError):
         members.join(applicant(rank=0), STREAM_GRACE_S)
@@ -107,14 +108,14 @@ def test_a_member_that_died_before_its_stream_makes_room() -> None:
 
 
 def test_a_member_with_a_stream_is_never_taken_for_dead() -> None:
-    members = Members(View.first(1))
+    members = Roster(View.first(1))
     members.join(applicant(rank=0), 0).streams.add("Pull")
     with pytest.raises(ConnectError, match="two workers"):
         members.join(applicant(rank=0), 10 * STREAM_GRACE_S)
 
 
 def test_a_job_is_over_when_all_that_joined_are_gone() -> None:
-    members = Members(View.first(2))
+    members = Roster(View.first(2))
     assert not members.over
     first = members.join(applicant(), 0)
     first.state = State.STREAMING

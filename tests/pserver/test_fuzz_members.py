@@ -69,10 +69,10 @@ class Case:
             self.sessions.append(Session(self.job, rank, self.job.open_stream(rank, PULL), _unexpected))
         self.specs = [self._spec(number) for number in range(3)]
         for number, specs in enumerate(([], self.specs)):
-            other = OTHER.submit(self.job.declare, 0, number, [], specs, jobs.DEADLINE_S)
-            self.job.declare(1, number, [], specs, jobs.DEADLINE_S)
+            other = OTHER.submit(self.job.declarations.declare, 0, number, [], specs, jobs.DEADLINE_S)
+            self.job.declarations.declare(1, number, [], specs, jobs.DEADLINE_S)
             other.result(jobs.DEADLINE_S)
-        for bucket in self.job._shard.buckets if self.random.random() < 0.9 else ():
+        for bucket in self.job._state.shard.buckets if self.random.random() < 0.9 else ():
             for item in bucket.slices.values():
                 if item.parameters is not None:
                     item.parameters.put(0, 0, bytes(item.nbytes))
@@ -97,7 +97,7 @@ class Case:
     def _frame(self, rank: int) -> bytes:
         """One that the job waits for, if it waits for any of this rank."""
         number = self.random.randrange(3)
-        spec, bucket = self.specs[number], self.job._shard.buckets[number]
+        spec, bucket = self.specs[number], self.job._state.shard.buckets[number]
         index, item = self.random.choice(sorted(bucket.slices.items(), key=lambda each: each[0]))
         if isinstance(item, AsyncSlice):
             step = item._steps.get(rank, 0)

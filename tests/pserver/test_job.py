@@ -55,7 +55,7 @@ def test_a_worker_that_dies_between_its_two_streams_fails_the_job_at_once() -> N
         queue = job.open_stream(rank, stream)
     job.stream_ended(1, queue)
     with pytest.raises(WorkerLostError, match=r"^rank 1 \(h:1\) died at step 0"):
-        job.declare(0, 0, [], [], jobs.DEADLINE_S)
+        job.declarations.declare(0, 0, [], [], jobs.DEADLINE_S)
 
 
 def test_the_end_of_one_stream_ends_the_other_once() -> None:
@@ -114,8 +114,8 @@ def test_frames_under_way_are_bounded_by_what_is_declared() -> None:
     job.open_stream(0, PUSH)
     session = Session(job, 0, job.open_stream(0, PULL), lambda when, error: error)
     session.queue.use_connection()
-    job.declare(0, 0, [], [], jobs.DEADLINE_S)
-    job.declare(0, 1, [], [jobs.bucket(MAX_SLICE_BYTES)], jobs.DEADLINE_S)
+    job.declarations.declare(0, 0, [], [], jobs.DEADLINE_S)
+    job.declarations.declare(0, 1, [], [jobs.bucket(MAX_SLICE_BYTES)], jobs.DEADLINE_S)
     for _ in range(1000):  # one after another, as many as one likes
         session.memory(PUSHED, MAX_SLICE_BYTES)
         session._arrived(WHOLE)

@@ -117,7 +117,7 @@ def test_the_late_rank_has_the_wait_and_a_gather_counts_it_once(cluster: Cluster
     late_s = 1000.0
     members[1].send(frames.encode(Header(Kind.PUSH, LAST, 0, 0, 1, 1), bytes(10)))
     jobs.poll(lambda: server.status().open_slices == 1)
-    slice_ = server._job._shard.buckets[0].slices[0]
+    slice_ = server._job._state.shard.buckets[0].slices[0]
     with slice_.lock:  # rank 1 may still be about to read it
         assert isinstance(slice_, RoundSlice)
         slice_._first_ns -= int(late_s * 1e9)  # as if it had come so much earlier

@@ -25,7 +25,7 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.job import Job
+from tfps.pserver.declarations import Declarations
 from tfps.pserver.server import ParameterServer
 from tfps.pserver.slices import SumSlice
 from tfps.wire import frames, send_queue
@@ -205,7 +205,7 @@ def test_a_bug_while_a_reply_is_sent_is_reported_as_what_it_is(
 def test_a_bug_in_a_call_is_reported_as_what_it_is(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Job, "declare", lambda *_: bytearray(2**62))
+    monkeypatch.setattr(Declarations, "declare", lambda *_: bytearray(2**62))
     member = cluster.raw(cluster.pserver(1).address).open()
     with pytest.raises(TfpsError, match=r"^pserver .*: failed in Declare: MemoryError\(\); "):
         member.declare()
@@ -236,7 +236,7 @@ def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: 
     jobs.poll(lambda: server.status().members[0].state == "streaming")
 
     def declare_last() -> None:
-        jobs.poll(lambda: bool(server._job._declarations))  # else the other would be missing, too
+        jobs.poll(lambda: bool(server._job.declarations.all))  # else the other would be missing, too
         try:
             members[last].declare(timeout_s=0.3)
         finally:
@@ -344,7 +344,7 @@ def test_a_malformed_reply_fails_the_worker_and_names_the_pserver(cluster: Clust
     assert isinstance(worker, Worker)
     together(lambda: worker.declare([spec]), lambda: other.declare(bucket, number=1))
     waiting = jobs.push(worker, 0, bytes(8))
-    queue = server._job._queues[0]
+    queue = server._job._state.queues[0]
     queue.put([Outgoing(Header(Kind.REPLY), 0, frame=make())])
     with pytest.raises(ProtocolError, match=rf"^pserver {server.address}: .*{rule}"):
         raise waiting.error()

@@ -194,7 +194,7 @@ def test_members_that_only_push_and_leave_hold_no_threads(cluster: Cluster) -> N
     for _ in range(30):  # more than the pserver has threads
         member = cluster.raw(server.address)
         pushing = member._push(member._outbox, member.incarnation, "0")
-        jobs.poll(lambda: bool(server._job._membership.members[0].streams))
+        jobs.poll(lambda: bool(server._job._state.roster.members[0].streams))
         member.leave()
         assert pushing.exception(jobs.DEADLINE_S) is not None
 
@@ -210,7 +210,7 @@ def test_members_that_read_no_replies_keep_no_threads_once_their_job_is_over(
         member = cluster.raw(server.address, config=Config(slice_bytes=2**20, window_bytes=2**20)).open().declare()
         member.declare(pb.Bucket(names=["b"], kind="sum", nbytes=2**20, dtype="float32"), number=1)
         member.send(encode(Header(Kind.PUSH), bytes(2**20)))
-        jobs.poll(lambda: server._job._queues[0].load.sent_slices == 1)  # stuck: more than the client lets come
+        jobs.poll(lambda: server._job._state.queues[0].load.sent_slices == 1)  # stuck: more than the client lets come
         member.send(encode(Header(Kind.REPLY)))
         jobs.poll(lambda: server._job.over)
     worker = cluster.worker([server.address], config=settings(""))

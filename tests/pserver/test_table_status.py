@@ -124,7 +124,7 @@ def test_what_members_send_and_get_counts_rows_and_a_late_rank_has_the_wait_for_
     asked(workers[1], 0, ids_of(), 4)  # ahead, and without ids
     first = added(workers[1], 0, ids[1], 1)
     jobs.poll(lambda: server.status().tables[0].gradient_rows == 1)
-    slice_ = server._job._shard.buckets[0].slices[0]
+    slice_ = server._job._state.shard.buckets[0].slices[0]
     assert isinstance(slice_, TableSlice)
     with slice_.lock:
         slice_.rounds._steps[1].added[1].came_ns -= 10**12  # as if it had come so much earlier

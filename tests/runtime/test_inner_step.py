@@ -87,7 +87,7 @@ def test_the_step_after_an_exchange_shows_how_long_it_waits(tmp_path: Path) -> N
             def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
                 if batch == 5:
                     strategy._runtime.settle(jobs.DEADLINE_S)
-                    held = server._job._queues[0]._changed
+                    held = server._job._state.queues[0]._changed
                     taken = threading.Event()
                     threading.Thread(target=self._hold, args=(held, taken), daemon=True).start()
                     taken.wait(jobs.DEADLINE_S)

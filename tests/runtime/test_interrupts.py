@@ -122,7 +122,8 @@ def test_a_declaration_that_was_interrupted_may_come_again(again: int) -> None:
         servers = [cluster.pserver(2) for _ in range(2)]
         workers = cluster.workers([server.address for server in servers], 2)
         first, second = map(DeclaredBuckets, workers)
-        sending = interrupt_when(lambda: [rank[:6] for rank in servers[0]._job.undeclared()] == ["rank 1"])
+        declarations = servers[0]._job.declarations
+        sending = interrupt_when(lambda: [rank[:6] for rank in declarations.undeclared()] == ["rank 1"])
         with pytest.raises(KeyboardInterrupt):
             first.ids([("x", bucket(4))])
         sending.join()

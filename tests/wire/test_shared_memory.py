@@ -219,7 +219,7 @@ def test_a_pserver_lets_go_of_the_memory_of_who_has_left(cluster: jobs.Cluster) 
     server = cluster.pserver(2)
     members = job(cluster, server, 2)
     exchange(members, 1)
-    maps = [weakref.ref(server._job._memory[rank]._map) for rank in range(2)]
+    maps = [weakref.ref(server._job._state.memory[rank]._map) for rank in range(2)]
     for worker in members:
         worker.close()
 

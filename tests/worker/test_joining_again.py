@@ -112,7 +112,7 @@ def replaced(cluster: Cluster) -> tuple[Job, RawWorker]:
     assert isinstance(second, Worker)
     assert isinstance(old, RawWorker)
     job.workers = {0: first, 1: second}
-    assert job.servers[0]._job._lose(2, "has been silent for 5.0 s")
+    assert job.servers[0]._job.elastic.lose(2, "has been silent for 5.0 s")
     job.candidates = {2: job.candidate(2)}
     job.admit([2])
     return job, old
@@ -154,7 +154,7 @@ def test_who_dies_between_the_pservers_as_the_job_begins_is_lost_on_all(cluster:
     waiting = [threading.Thread(target=call) for call in begin[:declared]]
     for each in waiting:
         each.start()
-    poll(lambda: len(second._job._declarations) == bool(declared))
+    poll(lambda: len(second._job.declarations.all) == bool(declared))
     for raw in members[2]:
         raw.data.close() if raw.over_tcp else raw.pulling.cancel()
     poll(lambda: all(len(each.status().members) == 2 for each in (first, second)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jobs
 import moving
@@ -20,7 +20,8 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import regrouping
 from tfps.recovery.exchange import ElasticExchange
-from tfps.recovery.replay import Replaying
+from tfps.recovery.machine import Phase
+from tfps.recovery.reconfiguration import Reconfiguration
 from tfps.types import Argument, Array
 from tfps.worker.client import PserverClient
 from tfps.worker.worker import Worker
@@ -96,16 +97,18 @@ class Training(moving.Job):
         return [len(each._log) for each in found if each is not None]
 
 
-def hold_replay(monkeypatch: pytest.MonkeyPatch, rank: int) -> threading.Event:
-    """Until the event is set, this rank gives other pservers nothing of what it has kept."""
-    may, replay = threading.Event(), Replaying._run
+def hold_replay(
+    monkeypatch: pytest.MonkeyPatch, ranks: Collection[int], numbers: Collection[int] = MODEL
+) -> threading.Event:
+    """Until the event is set, these ranks give other pservers nothing of what they have kept of these buckets."""
+    may, give = threading.Event(), Reconfiguration._give
 
-    def held(self: Replaying, *arguments: Argument) -> None:
-        if self._core.rank == rank:
+    def held(self: Reconfiguration, session: int, number: int) -> None:
+        if self._core.rank in ranks and number in numbers:
             may.wait(jobs.DEADLINE_S)
-        replay(self, *arguments)
+        give(self, session, number)
 
-    monkeypatch.setattr(Replaying, "_run", held)
+    monkeypatch.setattr(Reconfiguration, "_give", held)
     return may
 
 
@@ -144,7 +147,7 @@ def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
 ) -> None:
     job = Training(cluster, every=1)
     job.train(1)
-    slow, may = job.workers[1], hold_replay(monkeypatch, 1)
+    slow, may = job.workers[1], hold_replay(monkeypatch, {1})
     job.lose(0)
     others = [worker.core.buckets[number].log for worker in job.workers if worker is not slow for number in MODEL]
     poll(lambda: all(kept is not None and kept.given for kept in others))  # the last step, again
@@ -152,6 +155,24 @@ def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
     may.set()
     job.end_step(step)
     job.check_slots()
+
+
+def test_pushes_that_are_ahead_when_the_last_bucket_has_caught_up_are_given(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has not pushed yet: the others have two pushes each under way, of a bucket that caught up before."""
+    job = Training(cluster, every=50)
+    job.train(2)
+    (first, last), nothing = MODEL, np.zeros(ITEMS, np.float32)
+    may = hold_replay(monkeypatch, range(3), {last})
+    job.lose(0)
+    poll(lambda: not any(worker.core.buckets[first].behind for worker in job.workers))
+    pushed = [job.push(worker, first, nothing) for worker in job.workers[:2] for _ in range(2)]
+    may.set()
+    poll(lambda: all(worker.core.phase is Phase.RUNNING for worker in job.workers))
+    pushed += [job.push(job.workers[2], first, nothing) for _ in range(2)]
+    results = [summed(pending.wait()).tobytes() for pending in pushed]
+    assert results == results[:2] * 3
 
 
 def test_what_all_have_assigned_is_written_again_where_it_was(cluster: Cluster) -> None:
@@ -248,15 +269,15 @@ def test_a_worker_that_goes_while_pservers_compute_again_ends_the_job_by_name(
 ) -> None:
     job = Training(cluster, every=50)
     job.train(3)
-    begin = Replaying.start
+    give = Reconfiguration._give
 
-    def dies(self: Replaying, worker: Worker, *more: Argument) -> None:
+    def dies(self: Reconfiguration, *arguments: Argument) -> None:
         if self._core.rank == 2:
-            worker.close("SIGTERM")
+            self._core.worker.close("SIGTERM")
         else:
-            begin(self, worker, *more)
+            give(self, *arguments)
 
-    monkeypatch.setattr(Replaying, "start", dies)
+    monkeypatch.setattr(Reconfiguration, "_give", dies)
     job.servers[0].stop(0)
     poll(lambda: all(worker.failure is not None for worker in job.workers[:2]))
     for worker in job.workers[:2]:
@@ -267,7 +288,7 @@ def test_a_worker_that_goes_while_pservers_compute_again_ends_the_job_by_name(
 def test_a_worker_whose_program_ends_gives_what_it_has_kept(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Training(cluster, every=50)
     job.train(3)
-    may = hold_replay(monkeypatch, 2)
+    may = hold_replay(monkeypatch, {2})
     job.lose(0)
     last = job.workers.pop()
     closing = threading.Thread(target=last.close)

@@ -167,7 +167,7 @@ def test_a_second_pserver_is_lost_before_the_workers_have_begun_anew(
     job, begin, met = Job(cluster), Workers.resumed, threading.Barrier(3)
     first = set(range(3))
 
-    def late(self: Workers, reply: pb.RegroupReply, old: Worker, *more: str) -> Worker:
+    def late(self: Workers, reply: pb.Decision, old: Worker, *more: str) -> Worker:
         if old.rank in first:
             first.remove(old.rank)
             met.wait(30.0)
@@ -188,7 +188,7 @@ def test_a_second_pserver_is_lost_before_the_workers_have_begun_anew(
 def test_a_worker_dies_after_all_have_met(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job, begin = Job(cluster, config=dataclasses.replace(CONFIG, connect_timeout_s=2.0)), Workers.resumed
 
-    def dies(self: Workers, reply: pb.RegroupReply, old: Worker, *more: str) -> Worker:
+    def dies(self: Workers, reply: pb.Decision, old: Worker, *more: str) -> Worker:
         if old.rank == 2:
             threading.Event().wait()
         return begin(self, reply, old, *more)
@@ -220,7 +220,7 @@ def test_who_ends_while_the_job_begins_anew_leaves_nobody_waiting(
     job, begin = Job(cluster), Workers.resumed
     ready, goes_on = threading.Event(), threading.Event()
 
-    def late(self: Workers, reply: pb.RegroupReply, old: Worker, *more: str) -> Worker:
+    def late(self: Workers, reply: pb.Decision, old: Worker, *more: str) -> Worker:
         if old.rank == 2:
             ready.set()
             goes_on.wait(30.0)
@@ -263,7 +263,7 @@ def test_ranks_that_come_to_an_admission_before_and_after_a_loss_admit_the_same(
     found: list[object] = []
     first = threading.Thread(target=lambda: found.extend(attempt(lambda: job.workers[0].joining.admit([2]))))
     first.start()
-    poll(lambda: (admission := job.servers[0]._job._admission) is not None and admission.called == {0})
+    poll(lambda: (admission := job.servers[0]._job.elastic.admission) is not None and admission.called == {0})
     job.lose(0)
     found += attempt(lambda: job.workers[1].joining.admit([2]))
     first.join(jobs.DEADLINE_S)

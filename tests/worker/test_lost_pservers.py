@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
 
 import jobs
 import numpy as np
@@ -20,11 +20,13 @@ from tfps.errors import (
     UnsupportedError,
     WorkerLostError,
 )
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
-from tfps.recovery.phase import Phase
+from tfps.recovery.machine import Phase
 from tfps.recovery.reconfiguration import Reconfiguration
+from tfps.types import Argument
 
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1], [1, 2]])
@@ -136,7 +138,14 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
     job = Job(cluster)
     job.step()
-    monkeypatch.setattr(Reconfiguration, "_go_on", _but_rank(2, Reconfiguration._go_on))
+    meet, wakes = Reconfiguration._meet, threading.Event()
+
+    def sleeps(self: Reconfiguration, *arguments: Argument) -> pb.Decision:
+        if self._core.rank == 2:
+            wakes.wait(jobs.DEADLINE_S)
+        return meet(self, *arguments)
+
+    monkeypatch.setattr(Reconfiguration, "_meet", sleeps)
     pushed = job.begin(GRADIENT, 2)
     job.servers[2].stop(0)
     for pending, _ in pushed:
@@ -151,14 +160,9 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     assert {worker.view.ranks for worker in job.workers} == {(0, 1)}
     monkeypatch.undo()
     failed = Failed(late)
-    again = late.reconfiguration
-    again._go_on(late.core.worker, again._begin_anew, PserverLostError("it has slept"))
+    wakes.set()
     assert isinstance(failed.wait(), WorkerLostError)
     assert "went on without this one" in str(failed.wait())
-
-
-def _but_rank(rank: int, go_on: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, *arguments: None if self._core.rank == rank else go_on(self, *arguments)
 
 
 def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:
@@ -189,7 +193,7 @@ def test_who_closes_while_workers_meet_ends_at_once(cluster: Cluster) -> None:
     job = Job(cluster, pservers=1)
     pending, *_ = job.begin(GRADIENT, 2)
     job.servers[0].stop(0)
-    poll(lambda: job.workers[0].core.phase is Phase.MEETING)
+    poll(lambda: job.workers[0].core.phase is Phase.RENDEZVOUS)
     for worker in job.workers:
         worker.close()
     assert isinstance(pending[0].error(), (ClosedError, PserverLostError))

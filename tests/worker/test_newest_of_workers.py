@@ -248,7 +248,8 @@ def test_a_pserver_joins_once_all_ranks_have_what_is_kept(cluster: Cluster, case
         job.train(0)
     job.servers.append(cluster.pserver(WORKERS))
     offer(job.servers[0].address, job.servers[-1].address, WORKERS, Security())
-    poll(lambda: (asked := job.servers[0]._job._admission) is not None and 0 in asked.called)  # it has what it needs
+    elastic = job.servers[0]._job.elastic
+    poll(lambda: (asked := elastic.admission) is not None and 0 in asked.called)  # it has what it needs
     assert all(len(worker.info.links()) == 2 for worker in job.workers)
     job.train(*(worker.rank for worker in job.workers))
     job.train(*(worker.rank for worker in job.workers))

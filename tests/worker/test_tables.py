@@ -128,7 +128,7 @@ def test_a_single_process_has_the_same_rows() -> None:
 
 
 def slices(cluster: Cluster, server: Argument) -> TableSlice:
-    found: TableSlice = server._job.bucket(0).slices[0]
+    found: TableSlice = server._job.rounds.bucket(0).slices[0]
     return found
 
 
@@ -328,7 +328,7 @@ def test_who_replaces_rows_waits_for_the_others_as_long_as_the_job_says(
     put = Assign(0, 0, ids_of(4), np.ones((1, 3), np.float32), "put")
     waiting = threading.Thread(target=first.tables.assign, args=[put])
     waiting.start()
-    tables = [each for _, each in pserver._job._shard.slices() if isinstance(each, TableSlice)]
+    tables = [each for _, each in pserver._job._state.shard.slices() if isinstance(each, TableSlice)]
     poll(lambda: not waiting.is_alive() or any(each._meetings for each in tables))
     assert waiting.is_alive()
     second.tables.assign(put)
@@ -350,12 +350,12 @@ def test_gradients_that_come_while_rows_are_saved_are_applied_after_that(cluster
     server = cluster.pserver(1)
     worker = cluster.worker([server.address])
     declare([worker], bucket())
-    job, ones = server._job, np.ones((1, 3), np.float32)
-    with job.saved_table(0, 0, 0, 1.0):
+    rounds, ones = server._job.rounds, np.ones((1, 3), np.float32)
+    with rounds.saved_table(0, 0, 0, 1.0):
         done = added(worker, ids_of(4), ones, 0)
         before = rows_of(asked(worker, ids_of(4), 0).wait())
         assert not done.replied
     done.wait()
     assert (rows_of(asked(worker, ids_of(4), 1).wait()) != before).any()
-    with pytest.raises(WaitTimeoutError, match="step 2"), job.saved_table(0, 0, 2, 0.01):
+    with pytest.raises(WaitTimeoutError, match="step 2"), rounds.saved_table(0, 0, 2, 0.01):
         pass

@@ -61,7 +61,7 @@ def test_in_flight_bytes_never_exceed_window_plus_one_slice_in_either_direction(
     pushed = [
         note_in_flight(recorder, {(-1, 0): worker._queues[0]}) for recorder, worker in zip(here, workers, strict=True)
     ]
-    replied = note_in_flight(there, {(rank, -1): server._job._queues[rank] for rank in range(2)})
+    replied = note_in_flight(there, {(rank, -1): server._job._state.queues[rank] for rank in range(2)})
     for recorder in (*here, there):
         recorder.start()
     for _ in range(3):
@@ -137,7 +137,7 @@ def test_a_reply_stays_as_it_was_while_the_only_rank_that_contributed_pushes_the
         declare([first, second], bucket(1024))
         theirs = push(second, 0, None)
         jobs.poll(lambda: server.status().open_slices == 1)
-        with server._job._queues[1]._changed:  # rank 1's reply is not sent yet
+        with server._job._state.queues[1]._changed:  # rank 1's reply is not sent yet
             assert summed(push(first, 0, np.full(256, 1, np.float32)).wait()).tolist() == [1] * 256
             ours = push(first, 0, np.full(256, 2, np.float32))
             jobs.poll(lambda: not first._queues[0].load.queued_slices)
@@ -151,12 +151,12 @@ def test_slices_in_shared_memory_that_were_pushed_before_a_rank_left_count() -> 
         server = cluster.pserver(2)
         first, second = cluster.workers([server.address], 2)
         declare([first, second], bucket(1024))
-        with server._job._queues[0]._changed:  # its push is on the pserver, and not taken yet
+        with server._job._state.queues[0]._changed:  # its push is on the pserver, and not taken yet
             ours = push(first, 0, np.full(256, 1, np.float32))
             jobs.poll(lambda: not first._queues[0].load.queued_slices)
             leaving = threading.Thread(target=first._leave)
             leaving.start()
-            jobs.poll(lambda: server._job._membership.members[0].state is State.GONE)
+            jobs.poll(lambda: server._job._state.roster.members[0].state is State.GONE)
         leaving.join(jobs.DEADLINE_S)
         assert summed(push(second, 0, np.full(256, 2, np.float32)).wait()).tolist() == [3] * 256
         first.close()

@@ -94,7 +94,7 @@ def test_a_call_that_breaks_says_why_the_job_failed(
 
     def cut_and_fail() -> None:
         if call == "Declare":
-            jobs.poll(lambda: len(server._job._declarations) == 3)  # it waits for the other
+            jobs.poll(lambda: len(server._job.declarations.all) == 3)  # it waits for the other
             between.close()
         request = pb.LeaveRequest(
             incarnation=other.incarnation, rank=1, failure=failure_of(MismatchError("the workers differ"))

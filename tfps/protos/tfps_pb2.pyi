@@ -51,6 +51,34 @@ class Bucket(_message.Message):
     update: str
     def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ..., codec: _Optional[str] = ..., update: _Optional[str] = ..., table: _Optional[str] = ..., replaces: _Optional[int] = ...) -> None: ...
 
+class BucketDecision(_message.Message):
+    __slots__ = ["folder", "giver", "last", "latest", "step", "unrecoverable"]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    GIVER_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNRECOVERABLE_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    giver: int
+    last: _containers.RepeatedScalarFieldContainer[int]
+    latest: int
+    step: int
+    unrecoverable: bool
+    def __init__(self, step: _Optional[int] = ..., giver: _Optional[int] = ..., last: _Optional[_Iterable[int]] = ..., unrecoverable: bool = ..., latest: _Optional[int] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class BucketReport(_message.Message):
+    __slots__ = ["last", "latest", "snapshots", "step"]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    last: _containers.RepeatedScalarFieldContainer[int]
+    latest: Latest
+    snapshots: _containers.RepeatedCompositeFieldContainer[Snapshot]
+    step: int
+    def __init__(self, step: _Optional[int] = ..., last: _Optional[_Iterable[int]] = ..., snapshots: _Optional[_Iterable[_Union[Snapshot, _Mapping]]] = ..., latest: _Optional[_Union[Latest, _Mapping]] = ...) -> None: ...
+
 class ClockReply(_message.Message):
     __slots__ = ["failure", "time_ns", "wall_ns"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +114,24 @@ class CollectRequest(_message.Message):
     rank: int
     timeout_s: float
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ["buckets", "declarations", "expected", "generation", "pservers", "ranks", "reason"]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PSERVERS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketDecision]
+    declarations: int
+    expected: _containers.RepeatedScalarFieldContainer[int]
+    generation: int
+    pservers: _containers.RepeatedScalarFieldContainer[str]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    def __init__(self, generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketDecision, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DeclareReply(_message.Message):
     __slots__ = ["failure"]
@@ -235,6 +281,24 @@ class JoinRequest(_message.Message):
     workers: int
     def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., incarnation: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ...) -> None: ...
 
+class Latest(_message.Message):
+    __slots__ = ["assigned", "folder", "ranks", "reads", "saved", "slots", "snapshot_assigned"]
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    assigned: int
+    folder: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    reads: int
+    saved: int
+    slots: bool
+    snapshot_assigned: int
+    def __init__(self, assigned: _Optional[int] = ..., slots: bool = ..., ranks: _Optional[_Iterable[int]] = ..., snapshot_assigned: _Optional[int] = ..., reads: _Optional[int] = ..., folder: _Optional[str] = ..., saved: _Optional[int] = ...) -> None: ...
+
 class Layout(_message.Message):
     __slots__ = ["buckets", "slice_bytes", "steps", "window_bytes"]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
@@ -300,26 +364,6 @@ class MemberStatus(_message.Message):
     wait_s: float
     window_bytes: int
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ..., shared_memory: bool = ..., busy_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
-
-class Newest(_message.Message):
-    __slots__ = ["assigned", "bucket", "folder", "ranks", "reads", "saved", "slots", "snapshot_assigned"]
-    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
-    BUCKET_FIELD_NUMBER: _ClassVar[int]
-    FOLDER_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    READS_FIELD_NUMBER: _ClassVar[int]
-    SAVED_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_ASSIGNED_FIELD_NUMBER: _ClassVar[int]
-    assigned: int
-    bucket: int
-    folder: str
-    ranks: _containers.RepeatedScalarFieldContainer[int]
-    reads: int
-    saved: int
-    slots: bool
-    snapshot_assigned: int
-    def __init__(self, bucket: _Optional[int] = ..., assigned: _Optional[int] = ..., slots: bool = ..., ranks: _Optional[_Iterable[int]] = ..., snapshot_assigned: _Optional[int] = ..., reads: _Optional[int] = ..., folder: _Optional[str] = ..., saved: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ["failure"]
@@ -454,47 +498,22 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class RegroupReply(_message.Message):
-    __slots__ = ["busy", "declarations", "expected", "failure", "folders", "generation", "gone", "known", "moving", "newest", "pservers", "ranks", "reason", "results", "steps", "workers"]
-    class FoldersEntry(_message.Message):
-        __slots__ = ["key", "value"]
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: str
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    __slots__ = ["busy", "decision", "failure", "known", "moving", "pservers", "workers"]
     BUSY_FIELD_NUMBER: _ClassVar[int]
-    DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
-    FOLDERS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    GONE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
-    NEWEST_FIELD_NUMBER: _ClassVar[int]
     PSERVERS_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    RESULTS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     busy: bool
-    declarations: int
-    expected: _containers.RepeatedScalarFieldContainer[int]
+    decision: Decision
     failure: Failure
-    folders: _containers.ScalarMap[int, str]
-    generation: int
-    gone: _containers.RepeatedScalarFieldContainer[int]
     known: bool
     moving: bool
-    newest: _containers.RepeatedCompositeFieldContainer[Result]
     pservers: _containers.RepeatedScalarFieldContainer[str]
-    ranks: _containers.RepeatedScalarFieldContainer[int]
-    reason: str
-    results: _containers.RepeatedCompositeFieldContainer[Result]
-    steps: _containers.RepeatedScalarFieldContainer[int]
     workers: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., pservers: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., gone: _Optional[_Iterable[int]] = ..., newest: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., folders: _Optional[_Mapping[int, str]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., expected: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., known: bool = ..., busy: bool = ..., workers: _Optional[int] = ..., moving: bool = ..., pservers: _Optional[_Iterable[str]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class RegroupRequest(_message.Message):
     __slots__ = ["asks", "incarnation", "rank", "report", "timeout_s"]
@@ -511,34 +530,28 @@ class RegroupRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., asks: bool = ..., report: _Optional[_Union[Report, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ["declarations", "generation", "lost", "newest", "ranks", "reached", "reason", "refused", "results", "silent", "snapshots", "steps", "unreached"]
+    __slots__ = ["buckets", "declarations", "generation", "lost", "ranks", "reached", "reason", "refused", "silent", "unreached"]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
     DECLARATIONS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
-    NEWEST_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
-    RESULTS_FIELD_NUMBER: _ClassVar[int]
     SILENT_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
     UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketReport]
     declarations: int
     generation: int
     lost: _containers.RepeatedScalarFieldContainer[int]
-    newest: _containers.RepeatedCompositeFieldContainer[Newest]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     reached: _containers.RepeatedScalarFieldContainer[str]
     reason: str
     refused: _containers.RepeatedScalarFieldContainer[str]
-    results: _containers.RepeatedCompositeFieldContainer[Result]
     silent: _containers.RepeatedScalarFieldContainer[int]
-    snapshots: _containers.RepeatedCompositeFieldContainer[Snapshot]
-    steps: _containers.RepeatedScalarFieldContainer[int]
     unreached: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., silent: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., unreached: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., reason: _Optional[str] = ..., snapshots: _Optional[_Iterable[_Union[Snapshot, _Mapping]]] = ..., newest: _Optional[_Iterable[_Union[Newest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., silent: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., unreached: _Optional[_Iterable[str]] = ..., declarations: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketReport, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RestReply(_message.Message):
     __slots__ = ["failure"]
@@ -591,16 +604,6 @@ class RestoreRowsRequest(_message.Message):
     step: int
     timeout_s: float
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folders: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., alone: bool = ..., seed: _Optional[str] = ...) -> None: ...
-
-class Result(_message.Message):
-    __slots__ = ["bucket", "rank", "ranks"]
-    BUCKET_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    bucket: int
-    rank: int
-    ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, bucket: _Optional[int] = ..., rank: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ["generation", "incarnation", "pservers", "ranks", "reason"]
@@ -713,20 +716,18 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., fd: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ["assigned", "bucket", "folder", "part", "ranks", "step"]
+    __slots__ = ["assigned", "folder", "part", "ranks", "step"]
     ASSIGNED_FIELD_NUMBER: _ClassVar[int]
-    BUCKET_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     assigned: int
-    bucket: int
     folder: str
     part: bool
     ranks: _containers.RepeatedScalarFieldContainer[int]
     step: int
-    def __init__(self, bucket: _Optional[int] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., part: bool = ..., folder: _Optional[str] = ..., assigned: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., part: bool = ..., folder: _Optional[str] = ..., assigned: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ["buckets", "changes", "cpu_s", "errors", "failure", "generation", "job", "jobs", "joined_workers", "lost_workers", "members", "memory_bytes", "open_slices", "present", "reason", "shard_bytes", "slices", "state", "tables", "uptime_s", "version", "workers"]

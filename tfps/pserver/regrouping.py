@@ -1,4 +1,4 @@
-"""Where workers meet that have lost a pserver: on another one; see tfps/membership/regrouping.py.
+"""Where workers meet that have lost a pserver: on another one; see tfps/membership/decision.py.
 
 Tested in tests/worker/test_lost_pservers.py.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tfps.config import Security, check_address
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
-from tfps.membership.regrouping import Newest, Regrouped, Report, Snapshot, check_present, conclude
+from tfps.membership.decision import check_present, decide
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.send_queue import SILENT_S
@@ -29,9 +29,9 @@ class _Meeting:
     """Of the workers of one job, who come to the next one when they lose a pserver again."""
 
     knows: bool
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, pb.Report] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
-    outcome: Regrouped | TfpsError | None = None
+    outcome: pb.Decision | TfpsError | None = None
     resumed: bool = False  # whether the job goes on
 
 
@@ -51,16 +51,18 @@ class Meetings:
         """Whether this pserver has been one of the job's: workers that only failed to meet here make it none."""
         with self._changed:
             meeting = self._meetings.get(incarnation)
-            return meeting is not None and (meeting.knows or isinstance(meeting.outcome, Regrouped))
+            return meeting is not None and (meeting.knows or isinstance(meeting.outcome, pb.Decision))
 
-    def meet(self, request: pb.RegroupRequest, knows: bool, timeout_s: float, begin: Callable[[], object]) -> Regrouped:
+    def meet(
+        self, request: pb.RegroupRequest, knows: bool, timeout_s: float, begin: Callable[[], object]
+    ) -> pb.Decision:
         """Waits for the other workers; returns what they agree on. `begin` is called before it, and may raise.
 
         `knows`: this pserver has been one of the job's.
 
         TfpsError: they cannot go on, or not with this one.
         """
-        rank, report = request.rank, _report(request.report)
+        rank, report = request.rank, request.report
         if not request.incarnation or rank >= _MOST or rank not in report.ranks:
             raise ProtocolError(
                 "a worker that meets others must name its job and its own rank among those that take part, got rank "
@@ -76,11 +78,11 @@ class Meetings:
                     self._meetings.popitem(last=False)
             if meeting.outcome is None:
                 meeting.reports[rank] = report
-                self._conclude(meeting, waited=False)
+                self._decide(meeting, waited=False)
                 left_s = meeting.began_s + _GRACE_S - time.monotonic()
                 self._changed.wait_for(lambda: meeting.outcome is not None, min(timeout_s, left_s))
                 if meeting.outcome is None and time.monotonic() >= meeting.began_s + _GRACE_S:
-                    self._conclude(meeting, waited=True)
+                    self._decide(meeting, waited=True)
             outcome = meeting.outcome
         if outcome is None:
             raise WaitTimeoutError("the other workers have not come to the pserver at which they meet")
@@ -89,16 +91,16 @@ class Meetings:
         check_present(rank, outcome)
         return outcome
 
-    def _is_late(self, meeting: _Meeting, report: Report) -> bool:
+    def _is_late(self, meeting: _Meeting, report: pb.Report) -> bool:
         """Whether the worker does not know yet what others have agreed on."""
-        return isinstance(meeting.outcome, Regrouped) and report.generation < meeting.outcome.generation
+        return isinstance(meeting.outcome, pb.Decision) and report.generation < meeting.outcome.generation
 
     def expect(self, incarnation: str, generation: int) -> None:
         """The workers of this job, whose view is `generation`, are about to meet, here or at another pserver."""
         with self._changed:
             meeting = self._meetings.get(incarnation)
             outcome = None if meeting is None else meeting.outcome
-            if meeting is None or (isinstance(outcome, Regrouped) and outcome.generation <= generation):
+            if meeting is None or (isinstance(outcome, pb.Decision) and outcome.generation <= generation):
                 self._meetings[incarnation] = _Meeting(knows=True)
 
     def resume(self, incarnation: str) -> None:
@@ -124,9 +126,9 @@ class Meetings:
                 for meeting in self._meetings.values()
             )
 
-    def _conclude(self, meeting: _Meeting, waited: bool) -> None:
+    def _decide(self, meeting: _Meeting, waited: bool) -> None:
         try:
-            meeting.outcome = conclude(meeting.reports, waited, meeting.knows)
+            meeting.outcome = decide(meeting.reports, waited, meeting.knows)
         except TfpsError as error:
             if waited:  # else somebody may still come
                 meeting.outcome = error
@@ -154,35 +156,3 @@ def offer(pserver: str, address: str, workers: int, security: Security, wait_s: 
                 return
     finally:
         other.close()
-
-
-def _report(message: pb.Report) -> Report:
-    return Report(
-        generation=message.generation,
-        ranks=frozenset(message.ranks),
-        lost=frozenset(message.lost),
-        silent=frozenset(message.silent),
-        reached=tuple(message.reached),
-        refused=frozenset(message.refused),
-        unreached=frozenset(message.unreached),
-        declarations=message.declarations,
-        steps=tuple(message.steps),
-        results={each.bucket: tuple(each.ranks) for each in message.results},
-        reason=message.reason,
-        snapshots=_snapshots(message.snapshots),
-        newest={each.bucket: _newest(each) for each in message.newest},
-    )
-
-
-def _newest(message: pb.Newest) -> Newest:
-    folder = message.folder if message.HasField("folder") else None
-    assigned = message.assigned, message.slots, tuple(message.ranks), message.snapshot_assigned
-    return Newest(*assigned, message.reads, folder, message.saved)
-
-
-def _snapshots(messages: Iterable[pb.Snapshot]) -> dict[int, dict[int, Snapshot]]:
-    found: dict[int, dict[int, Snapshot]] = {}
-    for each in messages:
-        folder = each.folder if each.HasField("folder") else None
-        found.setdefault(each.bucket, {})[each.step] = Snapshot(tuple(each.ranks), each.part, folder, each.assigned)
-    return found

@@ -224,7 +224,7 @@ class ParameterServer:
         with self._lock:
             if self.stopped:
                 raise ConnectError("the pserver is stopping")
-            if applicant.resumed is None and self._job is not waited and self._job.moving is not None:
+            if applicant.resumed is None and self._job is not waited and self._job.moving.generation is not None:
                 raise PserverLostError(f"the job on pserver {self.address} is about to go on with other pservers")
             if self._job.abandoned:
                 self._job.fail(WorkerLostError("all workers died before they had opened their streams"))
@@ -244,31 +244,31 @@ class ParameterServer:
                 generation=joined.generation,
                 workers=self.workers,
                 incarnation=self._job.incarnation,
-                first_incarnation=self._job.first_incarnation,
+                first_incarnation=self._job.moving.first_incarnation,
                 data_port=self._data_port,
             )
 
     def _regroup(self, request: pb.RegroupRequest, context: grpc.ServicerContext) -> pb.RegroupReply:
         with self._lock:
             job, stopped = self._job, self.stopped
-        own = job.is_of(request.incarnation)
+        own = job.moving.is_of(request.incarnation)
         known = own or self._meetings.knows(request.incarnation)
         if request.asks:
             if own:
-                job.check_present(request.rank, _uid(context))
+                job.elastic.check_present(request.rank, _uid(context))
             busy = job.under_way and not own
-            workers, addresses = self.workers, job.addresses
+            workers, addresses = self.workers, job.moving.addresses
             return pb.RegroupReply(
                 known=known,
                 busy=busy or stopped,
                 workers=workers,
                 pservers=addresses,
-                moving=not stopped and (job.moving is not None or self._meetings.under_way),
+                moving=not stopped and (job.moving.generation is not None or self._meetings.under_way),
             )
         if stopped:
             raise PserverLostError(f"pserver {self.address} is stopping")
         if own:
-            job.check_present(request.rank, _uid(context))
+            job.elastic.check_present(request.rank, _uid(context))
 
         def begin() -> None:
             if own:  # its other workers come, too
@@ -277,24 +277,8 @@ class ParameterServer:
                 raise PserverLostError(f"pserver {self.address} has another job")
 
         was_of = own or self._meetings.was_of(request.incarnation)
-        outcome = self._meetings.meet(request, was_of, _bounded(request.timeout_s), begin)
-        return pb.RegroupReply(
-            known=True,
-            generation=outcome.generation,
-            ranks=outcome.ranks,
-            pservers=outcome.pservers,
-            declarations=outcome.declarations,
-            steps=outcome.steps,
-            results=[
-                pb.Result(bucket=bucket, rank=result.rank, ranks=result.ranks)
-                for bucket, result in outcome.results.items()
-            ],
-            reason=outcome.reason,
-            expected=outcome.expected,
-            gone=outcome.gone,
-            newest=[pb.Result(bucket=bucket, rank=rank) for bucket, rank in outcome.newest.items()],
-            folders=outcome.folders,
-        )
+        decision = self._meetings.meet(request, was_of, _bounded(request.timeout_s), begin)
+        return pb.RegroupReply(known=True, decision=decision)
 
     def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
         if request.workers != self.workers:
@@ -305,7 +289,7 @@ class ParameterServer:
         check_address(request.address)
         with self._lock:
             job = self._job
-        job.offer(request.address)
+        job.moving.offer(request.address)
         return pb.OfferReply()
 
     def _wait_for_end(self, context: grpc.ServicerContext, applicant: Applicant) -> Job | None:
@@ -319,25 +303,25 @@ class ParameterServer:
             with self._lock:
                 job = self._job
             if applicant.resumed is not None:
-                job.end_before(applicant.resumed)
+                job.moving.end_before(applicant.resumed)
             limit_s = min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S)
             waited = None
             if applicant.resumed is None:
-                if (moving := job.moving) is not None:
-                    self._meetings.expect(job.first_incarnation, moving)
+                if (moving := job.moving.generation) is not None:
+                    self._meetings.expect(job.moving.first_incarnation, moving)
                     waited = job
                 self._meetings.wait_resumed(limit_s)
                 with self._lock:
                     job = self._job
             job.wait_over(limit_s)
-            job.wait_for_place(applicant, limit_s)
+            job.elastic.wait_for_place(applicant, limit_s)
             return waited
         finally:
             self._joining.release()
 
     def _of_job(self, name: str, request: Argument, context: grpc.ServicerContext) -> Message:
         job = self._job_of(request.incarnation)
-        job.check_present(request.rank, _uid(context))
+        job.elastic.check_present(request.rank, _uid(context))
         fields = _JOB_CALLS[name](job, request)
         reply: Message = control.reply_type(name)(**fields or {})
         return reply
@@ -359,7 +343,7 @@ class ParameterServer:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
         with contextlib.suppress(ClosedError, WorkerLostError):
             job = self._job_of(request.incarnation)
-            job.check_present(request.rank, _uid(context))
+            job.elastic.check_present(request.rank, _uid(context))
             job.leave(request.rank, failure, request.reason)
         return pb.LeaveReply()
 
@@ -433,13 +417,13 @@ Fields = Mapping[str, object]
 def _declare(job: Job, request: pb.DeclareRequest) -> None:
     specs = [control.bucket_of(bucket) for bucket in request.buckets]
     timeout_s = _bounded(request.timeout_s)
-    job.declare(request.rank, request.number, request.details, specs, timeout_s, list(request.steps))
+    job.declarations.declare(request.rank, request.number, request.details, specs, timeout_s, list(request.steps))
 
 
 def _put(job: Job, request: pb.PutRequest) -> None:
     owned, parameters = _parameters(job, request)
     nbytes, most = len(request.values), control.STATE_PIECE_BYTES
-    if not job.may_put(request.rank) or nbytes > most or nbytes % 4 or request.begin % 4:
+    if not job.elastic.may_put(request.rank) or nbytes > most or nbytes % 4 or request.begin % 4:
         raise ProtocolError(
             f"a call of Put must be the first rank's, with at most {most} bytes, a multiple of 4 bytes from a multiple "
             f"of 4 on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
@@ -467,8 +451,8 @@ def _held_table(job: Job, request: Argument, *, meets: bool) -> AbstractContextM
     """The table of a call, which nothing changes meanwhile, once all ranks have come for the same if it `meets`."""
     wait_s = _bounded(request.timeout_s, _MAX_ROWS_S)
     if meets:
-        job.meet_at_table(request.bucket, request.rank, request.id, wait_s)
-    return job.saved_table(request.bucket, request.rank, request.step, wait_s)
+        job.rounds.meet_at_table(request.bucket, request.rank, request.id, wait_s)
+    return job.rounds.saved_table(request.bucket, request.rank, request.step, wait_s)
 
 
 def _fields(found: SavedRows, *more: str) -> Fields:
@@ -498,19 +482,23 @@ def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:
 _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     "Declare": _declare,
     "Waiting": lambda job, request: {
-        "missing": job.undeclared() if request.declaration else job.missing(request.bucket, request.rank)
+        "missing": job.declarations.undeclared()
+        if request.declaration
+        else job.rounds.missing(request.bucket, request.rank)
     },
     "Put": _put,
     "Get": _get,
     "SaveRows": _save_rows,
     "RestoreRows": _restore_rows,
     "PutRows": _put_rows,
-    "Rest": lambda job, request: job.quiesce(request.rank),
+    "Rest": lambda job, request: job.rounds.quiesce(request.rank),
     "Take": _take,
-    "Declared": lambda job, request: job.declared(),
-    "Ready": lambda job, request: job.ready(request.rank, request.training),
-    "Admit": lambda job, request: job.admit(request.rank, list(request.candidates), _bounded(request.timeout_s)),
-    "Tune": lambda job, request: job.tune(control.layout_of(request.layout)),
+    "Declared": lambda job, request: job.declarations.declared(),
+    "Ready": lambda job, request: job.elastic.ready(request.rank, request.training),
+    "Admit": lambda job, request: job.elastic.admit(
+        request.rank, list(request.candidates), _bounded(request.timeout_s)
+    ),
+    "Tune": lambda job, request: job.declarations.tune(control.layout_of(request.layout)),
     "Trace": lambda job, request: job.trace(request.number, request.on),
     "Upload": lambda job, request: job.recording.upload(request.number, request.rank, request.records),
     "Collect": lambda job, request: {"records": job.recording.collect(request.number, _bounded(request.timeout_s))},
@@ -524,7 +512,7 @@ def _bounded(wait_s: float, most_s: float | None = None) -> float:
 
 
 def _parameters(job: Job, request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, ParameterShard]:
-    bucket = job.bucket(request.bucket)
+    bucket = job.rounds.bucket(request.bucket)
     owned = bucket.slices.get(request.slice)
     if owned is None or owned.parameters is None:
         raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {request.slice} here that keeps anything")

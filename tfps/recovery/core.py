@@ -5,6 +5,7 @@ Tested in tests/worker/test_lost_pservers.py.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -13,27 +14,19 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tfps.config import Config
-from tfps.errors import (
-    ClosedError,
-    ConnectError,
-    InterruptError,
-    PserverLostError,
-    TfpsError,
-    WaitTimeoutError,
-    WorkerLostError,
-)
+from tfps.errors import ClosedError, InterruptError, PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec, FailureState, Reply, kept_arrays
 from tfps.exchange.kinds import ONLY_ON_PSERVERS, ByKind
 from tfps.membership.view import View
 from tfps.recovery.journal import Journal, Push, Replay
 from tfps.recovery.latest import Latest
-from tfps.recovery.phase import NEXT, Phase
+from tfps.recovery.machine import Broken, Effect, End, Event, Phase, Recovery, lacks
 from tfps.recovery.rows import Asked, RowsLatest, RowsReplay
 from tfps.worker.worker import Worker
 
+logger = logging.getLogger("tfps")
 _T = TypeVar("_T")
-# The job may go on in another attempt.
-LATER = (ClosedError, ConnectError, PserverLostError, WaitTimeoutError)
+ToDo = queue.SimpleQueue[Event | Effect | None]
 _LOOK_S = 1.0  # between two looks whether a wait is interrupted
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 
@@ -88,22 +81,37 @@ class ElasticBucket:
 
 
 class Core:
-    """The worker that there is now, its buckets, and the phase; any thread."""
+    """The machine, its sessions, and the buckets; any thread."""
 
-    worker: Worker
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, first: Worker, to_do: ToDo) -> None:
         self.config = config
         self.failures = FailureState()
         self.buckets: list[ElasticBucket] = []
-        self.changed = threading.Condition()  # guards what follows; notified when the phase or the worker changes
-        self.phase = Phase.RUNNING
-        self.next: Worker | None = None  # with which it is about to go on
+        self.changed = threading.Condition()  # guards what follows; notified after each step of the machine
+        self.recovery = Recovery(config.rejoin_timeout_s, candidate=first.joining.candidate)
+        self.sessions = {self.recovery.session: first}  # what the machine knows by numbers
         self.ended: set[int] = set()  # whose programs have ended, in earlier views
         self.closing_reason = ""  # why it has been closed
-        self.is_candidate = False
         self.quiesced = False  # whether it steps no further until all have come to an exchange
-        self.to_replay: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # buckets that may give; None: no more
+        self.to_do = to_do  # what the thread of `Reconfiguration` does, one after the other; None: the end
+
+    @property
+    def worker(self) -> Worker:
+        """The session that there is now."""
+        return self.sessions[self.recovery.session]
+
+    @property
+    def next(self) -> Worker | None:
+        """The session with which it is about to go on."""
+        return None if (number := self.recovery.next) is None else self.sessions[number]
+
+    @property
+    def phase(self) -> Phase:
+        return self.recovery.phase
+
+    @property
+    def is_candidate(self) -> bool:
+        return self.recovery.candidate
 
     @property
     def rank(self) -> int:
@@ -116,18 +124,28 @@ class Core:
     @property
     def paused(self) -> bool:
         """Whether it waits for pservers."""
-        return self.phase in (Phase.MEETING, Phase.REPLAYING)
+        return self.phase.pauses
 
     @property
     def over(self) -> bool:
         return self.phase is Phase.ENDED
 
-    def enter(self, phase: Phase) -> None:
-        """Caller holds the lock. TfpsError: that does not follow."""
-        if phase not in NEXT[self.phase]:
-            raise TfpsError(f"rank {self.rank}: a worker that is {self.phase.value} cannot be {phase.value} next")
-        self.phase = phase
-        self.changed.notify_all()
+    def deliver(self, event: Event) -> None:
+        """Tells the machine, and has done what follows: the end here, all else on the thread of `Reconfiguration`."""
+        with self.changed:
+            before = self.phase
+            effects = self.recovery.step(event)
+            for effect in effects:
+                if not isinstance(effect, End):
+                    self.to_do.put(effect)
+            if self.phase is not before:
+                logger.debug("tfps: rank %d was %s, and is %s", self.rank, before.value, self.phase.value)
+                if self.over:
+                    self.to_do.put(None)
+            self.changed.notify_all()
+        for effect in effects:
+            if isinstance(effect, End):
+                self._end(effect.error)
 
     def wait_over(self, timeout_s: float) -> bool:
         """Waits for the end; returns whether it has come."""
@@ -142,7 +160,7 @@ class Core:
         """Calls `what`, again if a pserver is lost meanwhile; InterruptError if `stop` is set before it can."""
         while True:
             with self.changed:
-                while self.phase is Phase.MEETING or (after_replay and self.paused):
+                while self.phase.reconfigures or (after_replay and self.paused):
                     if stop is not None and stop.is_set():
                         raise InterruptError(f"rank {self.rank}: interrupted while the workers met")
                     self.changed.wait(_LOOK_S)
@@ -161,14 +179,14 @@ class Core:
         """
 
         def known() -> bool:
-            return self.worker is not worker or self.phase in (Phase.MEETING, Phase.ENDED)
+            return self.worker is not worker or self.phase.reconfigures or self.over
 
         with self.changed:
             return self.changed.wait_for(known, _NOTICED_S)
 
     def check_current(self, worker: Worker) -> None:
         """PserverLostError: what `worker` has just done is done again with the next one. Caller holds the lock."""
-        if self.worker is not worker or self.phase is Phase.MEETING:
+        if self.worker is not worker or self.phase.reconfigures:
             raise PserverLostError("a pserver was lost meanwhile")
 
     # Buckets
@@ -186,10 +204,7 @@ class Core:
             )
 
     def missing(self, number: int) -> str:
-        return (
-            f"nobody has all that a lost pserver kept of '{self.worker.pushes.specs()[number].name}' any more; begin "
-            "the job again, from its last checkpoint"
-        )
+        return lacks(self.worker.pushes.specs()[number].name)
 
     def goes_on(self, error: TfpsError) -> bool:
         """Whether the job goes on with other pservers after `error`: not if rows of a table are lost."""
@@ -207,23 +222,21 @@ class Core:
 
     def fail(self, error: TfpsError) -> None:
         """Fails here and on the pservers; answers whatever waits."""
+        self.deliver(Broken(error))
+
+    def _end(self, error: TfpsError) -> None:
         self.failures.fail(error)
         for worker in self.workers():
             worker.fail(error)
         self.answer(error)
 
-    def workers(self, reason: str = "") -> list[Worker]:
+    def workers(self) -> list[Worker]:
         """Those that are to end, as there will be no other one."""
         with self.changed:
-            self.closing_reason = self.closing_reason or reason
-            self.enter(Phase.ENDED)
-            return [self.worker, *([] if self.next is None else [self.next])]
+            return [self.worker, *([] if (other := self.next) is None else [other])]
 
     def answer(self, error: TfpsError) -> None:
-        """Ends; answers what the worker that there is now does not."""
-        with self.changed:
-            self.enter(Phase.ENDED)
-        self.to_replay.put(None)
+        """Answers what the worker that there is now does not."""
         for bucket in list(self.buckets):
             with bucket.lock:
                 waiting = [each.on_reply for each in bucket.pushes] + [each.on_reply for each in bucket.asks]

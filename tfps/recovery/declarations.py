@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.kinds import ONLY_ON_PSERVERS
 from tfps.recovery.core import Core, ElasticBucket, journal_of
+from tfps.recovery.machine import Joined
 from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
 
@@ -46,7 +47,7 @@ class Declarations:
         core = self._core
         with core.changed:
             core.check_current(worker)  # else it asks again
-            core.is_candidate = False
+            core.deliver(Joined())
             self.lines, self.count = list(lines), worker.declarations
             self._know(worker)
             for number, bucket in enumerate(core.buckets):

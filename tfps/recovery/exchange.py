@@ -1,7 +1,7 @@
 """An `Exchange` that goes on when pservers are lost, come back, or join (`Config.outlives_pservers`).
 
 Such a job keeps nothing on its pservers but rounds under way. So a lost pserver ends the job there; its workers meet,
-agree where each bucket is, and begin the job anew: see tfps/membership/regrouping.py. What a worker has pushed is kept
+agree where each bucket is, and begin the job anew: see tfps/membership/decision.py. What a worker has pushed is kept
 until the reply, and the reply until the next one, by reference; of what pservers update more (journal.py).
 
 Tested in tests/worker/test_lost_pservers.py, tests/worker/test_lost_meanwhile.py and
@@ -10,6 +10,7 @@ tests/elastic/test_lost_pservers.py.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 
@@ -17,12 +18,12 @@ from tfps.config import Config
 from tfps.errors import ClosedError, TfpsError
 from tfps.exchange.interface import BucketSpec, Captures, FailureListener, OnReply, Payload, Reply
 from tfps.membership.view import View, run_of
-from tfps.recovery.core import Core
+from tfps.recovery.core import Core, ToDo
 from tfps.recovery.declarations import Declarations
 from tfps.recovery.facets import ElasticInfo, ElasticPeers, ElasticState
 from tfps.recovery.joining import ElasticJoining
 from tfps.recovery.journal import Push
-from tfps.recovery.phase import Phase
+from tfps.recovery.machine import Closed, Offered, TimedOut
 from tfps.recovery.pushing import Pushing
 from tfps.recovery.reconfiguration import Reconfiguration
 from tfps.recovery.replay import Replaying
@@ -45,10 +46,11 @@ class ElasticExchange:
         config: Config,
         recorder: Recorder,
     ) -> None:
-        self.config, self.core = config, (core := Core(config))
-        makes = Workers(pservers, job, config, recorder, self._offered)
-        core.worker = worker = makes.first(rank, workers)
-        core.is_candidate = worker.joining.candidate
+        self.config = config
+        to_do: ToDo = queue.SimpleQueue()
+        makes = Workers(pservers, job, config, recorder, lambda address: to_do.put(Offered(address)))
+        worker = makes.first(rank, workers)
+        self.core = core = Core(config, worker, to_do)
         replaying, snapshots = Replaying(core), Snapshots(core)
         self._declarations = Declarations(core, snapshots, run_of(worker.first_incarnation))
         self._pushing = Pushing(core, replaying, snapshots)
@@ -58,9 +60,6 @@ class ElasticExchange:
         self.reconfiguration = Reconfiguration(
             core, makes, self._declarations, replaying, self._pushing, self.tables, self.peers, self.joining
         )
-
-    def _offered(self, address: str) -> None:
-        self.reconfiguration.offered(address)
 
     @property
     def rank(self) -> int:
@@ -106,12 +105,13 @@ class ElasticExchange:
 
     def close(self, reason: str = "") -> None:
         core = self.core
-        if core.failures.end is None:
-            with core.changed:  # others need what this worker has kept
-                goes_on = core.next is not None or core.phase is Phase.REPLAYING
-                core.changed.wait_for(lambda: not (goes_on and core.paused), MOST_CONNECT_S)
+        if reason and not core.over:
+            core.closing_reason = reason
+        core.deliver(Closed())
+        if not core.wait_over(MOST_CONNECT_S):  # others need what this worker has kept
+            core.deliver(TimedOut())
         if core.failures.close():
-            for worker in core.workers(reason):
+            for worker in core.workers():
                 worker.close(reason)
             core.answer(core.failures.end or ClosedError("the exchange is closed"))
             self.reconfiguration.wait(MOST_CONNECT_S)

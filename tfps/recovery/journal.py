@@ -83,17 +83,6 @@ def part_of(nbytes: int, place: int, count: int) -> tuple[int, int]:
     return ITEM_BYTES * (items * place // count), ITEM_BYTES * (items * (place + 1) // count)
 
 
-class Resumption(NamedTuple):
-    """With what the job goes on, as all workers have agreed: see `RegroupReply`."""
-
-    step: int  # the bucket's, from which on all push
-    rank: int  # this worker's
-    ranks: tuple[int, ...]  # who takes part
-    gone: bool = False  # whether nobody has what pservers kept
-    newest: int | None = None  # the rank that has the newest parameters, if not all have
-    folder: str = ""  # of a table's files
-
-
 class Journal(Protocol):
     """What a worker keeps of one bucket. The caller holds the bucket's lock.
 
@@ -137,11 +126,16 @@ class Journal(Protocol):
         """Takes what is needed of `others` before somebody joins, who has nothing of what came before."""
         return
 
-    def report(self, report: pb.Report) -> None:
+    def report(self, report: pb.BucketReport) -> None:
         """Adds what this worker has, for others who are to agree with what they go on."""
 
-    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
-        """Writes this rank's part to `worker`, which has other pservers; `pushes` have not been answered."""
+    def resume(
+        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
+    ) -> None:
+        """Writes this rank's part to `worker`, which has other pservers, as one of `ranks` that all have agreed on.
+
+        `pushes` have not been answered.
+        """
 
     def dropped(self, pushes: Collection[Push]) -> Sequence[Push]:
         """Those that pservers may have had and that are not given again."""
@@ -266,23 +260,26 @@ class Replay(Journal):
             self._log.popleft()
             self._first += 1
 
-    def report(self, report: pb.Report) -> None:
+    def report(self, report: pb.BucketReport) -> None:
         for step, snapshot in self.snapshots.items():
             self._say(report.snapshots.add(), step, snapshot)
 
     def _say(self, message: pb.Snapshot, step: int, snapshot: Snapshot) -> None:
-        message.bucket, message.step, message.part = self._number, step, bool(snapshot.values)
+        message.step, message.part = step, bool(snapshot.values)
         message.ranks[:] = snapshot.ranks if step else self.ranks
 
-    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+    def resume(
+        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
+    ) -> None:
         """Writes this rank's part of the snapshot before the step; all pushes since then are to be given again."""
-        if to.gone:
-            self.begin(to.step)
+        step = decision.step
+        if decision.unrecoverable:
+            self.begin(step)
             return
-        snapshot = self.snapshots[to.step]
-        self._forget(to.step)
-        self.snapshots, self.ranks = {to.step: snapshot}, snapshot.ranks
-        self.given = self.replies = to.step
+        snapshot = self.snapshots[step]
+        self._forget(step)
+        self.snapshots, self.ranks = {step: snapshot}, snapshot.ranks
+        self.given = self.replies = step
         for array, values in enumerate(snapshot.values):
             if len(values):
                 worker.state.write(self._number, array, snapshot.begin, values)
@@ -295,9 +292,9 @@ def packed(reply: Reply) -> Buffer:
     return join_gathered([[memoryview(reply.parts[rank]).cast("B")] for rank in sorted(reply.parts)])
 
 
-def unpacked(reply: Reply, result: pb.Result) -> Reply:
-    """The reply that rank `result.rank` has given."""
-    ranks = sorted(result.ranks)
+def unpacked(reply: Reply, decision: pb.BucketDecision) -> Reply:
+    """The reply that the `giver` has given."""
+    ranks = sorted(decision.last)
     if reply.parts is None:
         return Reply(sum=reply.sum, ranks=ranks)
-    return Reply(parts=split_gathered(memoryview(reply.parts[result.rank]), ranks), ranks=ranks)
+    return Reply(parts=split_gathered(memoryview(reply.parts[decision.giver]), ranks), ranks=ranks)

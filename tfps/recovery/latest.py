@@ -19,7 +19,7 @@ from tfps.exchange.codecs import Bytes
 from tfps.exchange.interface import BucketSpec, Reply, kept_arrays
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.recovery.journal import Journal, Push, Resumption, Snapshot, Write, part_of
+from tfps.recovery.journal import Journal, Push, Snapshot, Write, part_of
 from tfps.worker.worker import Worker
 
 
@@ -74,29 +74,28 @@ class Latest(Journal):
         self._assigned += push.assigns
         self._reads += push.reads
 
-    def report(self, report: pb.Report) -> None:
-        report.newest.add(
-            bucket=self._number,
-            assigned=self._assigned,
-            slots=bool(self._slots),
-            ranks=self._snapshot.ranks,
-            snapshot_assigned=self._snapshot_assigned,
-            reads=self._reads,
-        )
+    def report(self, report: pb.BucketReport) -> None:
+        latest = report.latest
+        latest.SetInParent()
+        latest.assigned, latest.reads, latest.slots = self._assigned, self._reads, bool(self._slots)
+        latest.ranks[:], latest.snapshot_assigned = self._snapshot.ranks, self._snapshot_assigned
 
-    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+    def resume(
+        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
+    ) -> None:
         """If one rank has the newest parameters, it writes all: it has read them at a barrier, others have not yet."""
-        if to.gone:
+        if decision.unrecoverable:
             return
         for push in pushes:
             if push.given and not push.assigns:
                 push.payload, push.step_scalars = None, b""  # it only reads
         if not self._assigned or self._parameters is None:
             return
-        begin, end = part_of(self._nbytes, to.ranks.index(to.rank), len(to.ranks))
-        if to.newest == to.rank:
-            worker.state.write(self._number, 0, 0, self._parameters)
-        elif to.newest is None and end > begin:
+        begin, end = part_of(self._nbytes, ranks.index(worker.rank), len(ranks))
+        if decision.HasField("latest"):
+            if decision.latest == worker.rank:
+                worker.state.write(self._number, 0, 0, self._parameters)
+        elif end > begin:
             worker.state.write(self._number, 0, begin, self._parameters[begin:end])
         if end > begin:
             for array, values in zip(self._slots, self._snapshot.values, strict=False):

@@ -9,8 +9,9 @@ import functools
 
 from tfps.errors import TfpsError
 from tfps.exchange.interface import Reply, declared
-from tfps.recovery.core import LATER, Core
+from tfps.recovery.core import Core
 from tfps.recovery.journal import Push
+from tfps.recovery.machine import LATER
 from tfps.recovery.replay import Replaying
 from tfps.recovery.rows import RowsPush
 from tfps.recovery.snapshots import Snapshots
@@ -32,9 +33,8 @@ class Pushing:
                 core.check_there(number)
                 bucket.pushes.append(push)
                 if (kept := core.journal(bucket)) is not None:
-                    waits = self._replaying.waits(number)
                     kept.add(push)
-                    if waits:
+                    if bucket.behind:
                         return
                 if bucket.worker is not None:
                     try:
@@ -68,7 +68,7 @@ class Pushing:
                 return
             if (kept := core.journal(bucket)) is not None and reply.error is None:
                 kept.answered(push, reply)
-                self._replaying.answered(number, push)
+                self._replaying.answered(number, push, tuple(sorted(reply.ranks)))
             if push not in bucket.pushes:  # it has been answered before
                 return
             bucket.pushes.remove(push)

@@ -1,6 +1,6 @@
-"""The thread that goes on with other pservers: workers meet, restore what pservers keep, and begin the job anew.
+"""Does what the machine says (machine.py): meets other workers, makes sessions, restores what pservers keep.
 
-See tfps/membership/regrouping.py for what they agree on.
+See tfps/membership/decision.py for what workers agree on.
 
 Tested in tests/worker/test_lost_pservers.py, tests/worker/test_lost_meanwhile.py and
 tests/elastic/test_lost_pservers.py.
@@ -13,19 +13,20 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from tfps.errors import ClosedError, ConnectError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.errors import ConnectError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import Reply
 from tfps.protos import tfps_pb2 as pb
-from tfps.recovery.core import LATER, Core
+from tfps.recovery import machine
+from tfps.recovery.core import Core
 from tfps.recovery.declarations import Declarations
 from tfps.recovery.facets import ElasticPeers
 from tfps.recovery.joining import ElasticJoining
 from tfps.recovery.journal import Push, packed, unpacked
-from tfps.recovery.phase import Phase
+from tfps.recovery.machine import LATER, Effect, Event, Failed, Missed
 from tfps.recovery.pushing import Pushing
 from tfps.recovery.rendezvous import meet
 from tfps.recovery.replay import Replaying
@@ -34,11 +35,10 @@ from tfps.recovery.workers import MOST_CONNECT_S, PAUSE_S, Workers
 from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
-_SAID_S = 10.0  # between log lines of a wait
 
 
 class Reconfiguration:
-    """Takes each failure of a worker; the others are the parts that have something to restore."""
+    """One thread, which does one effect after the other; the others are the parts that have something to restore."""
 
     def __init__(
         self,
@@ -54,43 +54,90 @@ class Reconfiguration:
         self._core, self._workers, self._declarations, self._replaying = core, workers, declarations, replaying
         self._pushing, self._tables, self._peers, self._joining = pushing, tables, peers, joining
         self._first = core.worker.first_incarnation
-        self._thread: threading.Thread | None = None  # the last one
-        self.follow(core.worker)
+        self._answered: list[tuple[Push, Reply]] = []  # by the session that was restored last
+        self._thread = threading.Thread(target=self._run, name="tfps-recovery", daemon=True)
+        self._thread.start()
+        self._follow(core.recovery.session)
 
-    def follow(self, worker: Worker) -> None:
-        """Goes on when `worker` fails."""
-        worker.add_failure_listener(functools.partial(self.failed, worker))
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the thread, after the end: it may still join pservers, and leaves them then."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
-    def offered(self, address: str) -> None:
-        """Goes on with the pserver at `address`, too. On a thread of its own, as it tells the others."""
+    def _follow(self, session: int) -> None:
+        worker = self._core.sessions[session]
+        worker.add_failure_listener(functools.partial(self._failed, session))
 
-        def take() -> None:
-            self._workers.add_addresses([address])
-            end_s, agreed = time.monotonic() + self._core.config.rejoin_timeout_s, False
-            while not agreed and time.monotonic() < end_s and not self._core.wait_over(PAUSE_S):
-                with contextlib.suppress(*LATER):
-                    agreed = self._agree_to_move(MOST_CONNECT_S)
-            with self._core.changed:
-                worker = self._core.worker
-            if agreed and not (worker.joining.candidate or address in worker.addresses):
-                worker.fail(PserverLostError(f"pserver {address} takes part from now on"))
-
-        threading.Thread(target=take, name="tfps-offered", daemon=True).start()
-
-    def failed(self, worker: Worker, error: TfpsError) -> None:
-        """`worker` has failed: meets the others, or fails."""
+    def _failed(self, session: int, error: TfpsError) -> None:
         with self._core.changed:
-            if worker is not self._core.worker:
-                return
-            goes_on, again = self._core.goes_on(error), self._ask_again if self._core.is_candidate else self._begin_anew
-            if goes_on:
-                self._core.enter(Phase.MEETING)
-        if goes_on:
-            arguments = [worker, again, error]
-            self._thread = threading.Thread(target=self._go_on, args=arguments, name="tfps-regroup", daemon=True)
-            self._thread.start()
-        else:
-            self._end(error)
+            recoverable = session == self._core.recovery.session and self._core.goes_on(error)
+        self._core.deliver(Failed(session, error, recoverable, time.monotonic()))
+
+    def _run(self) -> None:
+        to_do, ended = self._core.to_do, False
+        while not (ended and to_do.empty()):
+            if (item := to_do.get()) is None:
+                ended = True
+                continue
+            try:
+                self._do(item)
+            except TfpsError as error:
+                self._core.fail(error)
+            except Exception as bug:  # else every push would wait for ever
+                who = f"rank {self._core.rank}"
+                self._core.fail(TfpsError(f"{who}: could not go on with other pservers: {bug!r}"))
+
+    def _do(self, item: Event | Effect) -> None:
+        core = self._core
+        match item:
+            case machine.Leave(session, reason):
+                asks = "this worker asks again to join the job"
+                meets = "the workers meet, to go on with the pservers that there are"
+                logger.warning("tfps: %s; %s", reason, asks if core.is_candidate else meets)
+                threading.Thread(target=core.sessions[session].close, name="tfps-hang-up", daemon=True).start()
+                for bucket in core.buckets:  # nothing that comes from now on counts
+                    with bucket.lock:
+                        bucket.worker = None
+            case machine.Report() | machine.Connect() | machine.Write():
+                try:
+                    self._attempt(item)
+                except TfpsError as error:
+                    core.deliver(Missed(error, time.monotonic()))
+            case machine.Use(session):
+                self._use(session)
+            case machine.Give(session, bucket):
+                self._give(session, bucket)
+            case machine.Reply():
+                for push, reply in self._answered:
+                    push.on_reply(reply)
+            case machine.Drop():
+                self._drop(item)
+            case machine.Wait(error, waited_s, says):
+                if says:
+                    logger.warning("tfps: waits for a pserver; %.0f s so far: %s", waited_s, error)
+                core.wait_over(PAUSE_S)
+            case machine.Settle(address):
+                threading.Thread(target=self._settle, args=[address], name="tfps-offered", daemon=True).start()
+            case machine.Quit(session, error):
+                if session in core.sessions:
+                    core.sessions[session].fail(error)
+            case machine.End():  # done by who told the machine
+                pass
+            case _:
+                core.deliver(item)
+
+    def _settle(self, address: str) -> None:
+        """Waits until workers may go on with the pserver at `address`, too. On its own thread, as it takes long."""
+        core, agreed = self._core, False
+        self._workers.add_addresses([address])
+        end_s = time.monotonic() + core.config.rejoin_timeout_s
+        while not agreed and time.monotonic() < end_s and not core.wait_over(PAUSE_S):
+            with contextlib.suppress(*LATER):
+                agreed = self._agree_to_move(MOST_CONNECT_S)
+        if agreed:
+            with core.changed:
+                session, known = core.recovery.session, address in core.worker.addresses
+            core.deliver(machine.Settled(session, address, known))
 
     def _can_move(self) -> bool:
         """Whether workers have all that pservers keep, so that these may change."""
@@ -106,154 +153,81 @@ class Reconfiguration:
             worker.meet(timeout_s)
         return self._can_move() and self._core.worker is worker
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits for the thread: it may still join pservers, and leaves them then."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-
-    def _end(self, error: TfpsError) -> None:
-        """Fails; answers what the worker that there is now does not."""
-        self._core.failures.fail(error)
-        self._core.answer(error)
-
-    @contextlib.contextmanager
-    def _trying(self, new: Worker) -> Iterator[None]:
-        """Ends `new` if the block fails: the others meet again."""
-        with self._core.changed:
-            self._core.next = new
-        try:
-            if self._core.over:
-                raise ClosedError("the exchange has ended")
-            yield
-        except BaseException as error:
-            if self._core.failures.failure is not None:
-                new.fail(self._core.failures.failure)
-            elif not self._core.over and not new.joining.candidate:
-                new.fail(PserverLostError(f"rank {self._core.rank} could not go on: {error}"))
-            new.close(self._core.closing_reason)
-            raise
-        finally:
-            with self._core.changed:
-                if self._core.next is new:
-                    self._core.next = None
-
     # Other pservers
 
-    def _go_on(self, old: Worker, again: Callable[[Worker, str], None], error: TfpsError) -> None:
-        """Goes on with other pservers; on its own thread."""
-        try:
-            threading.Thread(target=old.close, name="tfps-hang-up", daemon=True).start()
-            self._core.to_replay.put(None)
-            for bucket in self._core.buckets:  # nothing that comes from now on counts
-                with bucket.lock:
-                    bucket.worker = None
-            again(old, str(error))
-        except TfpsError as failure:
-            self._end(failure)
-        except Exception as bug:  # else every push would wait for ever
-            self._end(TfpsError(f"rank {self._core.rank}: could not go on with other pservers: {bug!r}"))
+    def _attempt(self, effect: machine.Report | machine.Connect | machine.Write) -> None:
+        """One step towards the next session. TfpsError: it has failed."""
+        core, old = self._core, self._core.worker
+        match effect:
+            case machine.Report(generation, reason):
+                core.deliver(machine.Decided(self._meet(old, generation, reason)))
+            case machine.Connect(session, decision):
+                if decision is None:
+                    core.sessions[session] = self._workers.asking_again(old.rank)
+                else:
+                    core.sessions[session] = self._workers.resumed(decision, old, self._first)
+                core.deliver(machine.Connected(session))
+            case machine.Write(session, decision):
+                self._write(session, old, decision)
 
-    def _attempts(self, reason: str) -> Iterator[Callable[[TfpsError], None]]:
-        """Attempts to go on, until the user's limit; each takes the error that it ended with."""
-        limit_s, began_s = self._core.config.rejoin_timeout_s, time.monotonic()
-        said_s = began_s
+    def _meet(self, old: Worker, generation: int | None, reason: str) -> pb.Decision:
+        """Meets the others; those pservers that `old` has just waited for are not asked in the first attempt."""
+        silent, old.silent_pservers = old.silent_pservers, set()
+        report = self._report(old, old.view.generation if generation is None else generation, reason)
+        about = old.uid, self._first, old.rank, old.view.workers
+        decision = meet(self._workers.addresses, self._workers.security, *about, report, silent)
+        self._workers.add_addresses(decision.pservers)
+        return decision
 
-        def failed(error: TfpsError) -> None:
-            nonlocal said_s
-            now_s = time.monotonic()
-            if now_s - began_s > limit_s:
-                raise PserverLostError(
-                    f"{reason}; the job could not go on with other pservers within {limit_s:.3g} s "
-                    f"(rejoin_timeout_s): {error}"
-                ) from error
-            if now_s - said_s > _SAID_S:
-                said_s = now_s
-                logger.warning("tfps: waits for a pserver; %.0f s so far: %s", now_s - began_s, error)
-            self._core.wait_over(PAUSE_S)
-
-        while not self._core.over:
-            yield failed
-
-    def _begin_anew(self, old: Worker, reason: str) -> None:
-        """Meets the others, and begins the job anew with them."""
-        logger.warning("tfps: %s; the workers meet, to go on with the pservers that there are", reason)
-        generation = old.view.generation
-        silent = old.silent_pservers
-        for failed in self._attempts(reason):
-            try:
-                report = self._report(old, generation, reason)
-                about, not_asked, silent = (old.uid, self._first, old.rank, old.view.workers), silent, set()
-                reply = meet(self._workers.addresses, self._workers.security, *about, report, not_asked)
-                generation = reply.generation
-                self._workers.add_addresses(reply.pservers)
-                new = self._workers.resumed(reply, old, self._first)
-                with self._trying(new):
-                    answered = self._restore(new, old, reply)
-                    self._go_on_with(new)
-                names = f"{'pserver' if len(reply.pservers) == 1 else 'pservers'} {', '.join(reply.pservers)}"
-                logger.info("tfps: the job goes on with %d workers and %s", len(new.view.ranks), names)
-                for push, own in answered:
-                    push.on_reply(own)
-                return
-            except LATER as error:
-                failed(error)
-
-    def _ask_again(self, old: Worker, reason: str) -> None:
-        """Asks to join once more, as the pservers have changed before it took part."""
-        logger.warning("tfps: %s; this worker asks again to join the job", reason)
-        for failed in self._attempts(reason):
-            try:
-                new = self._workers.asking_again(self._core.rank)
-                with self._trying(new):
-                    if not new.joining.candidate:
-                        raise ConnectError("the job is not under way any more")
-                    for specs, details in self._declarations.tried:
-                        new.declare(specs, details)
-                    new.joining.tries_out = self._joining.tries_out
-                    self._go_on_with(new)
-                return
-            except LATER as error:
-                failed(error)
+    def _write(self, session: int, old: Worker, decision: pb.Decision | None) -> None:
+        """Restores what pservers keep, or declares again what a worker has that asked to join."""
+        core, new = self._core, self._core.sessions[session]
+        if decision is not None:
+            self._answered = self._restore(new, old, decision)
+        else:
+            if not new.joining.candidate:
+                raise ConnectError("the job is not under way any more")
+            for specs, details in self._declarations.tried:
+                new.declare(specs, details)
+            new.joining.tries_out, self._answered = self._joining.tries_out, []
+        with core.changed:
+            core.deliver(machine.Restored(session, self._replaying.behind()))
+            if core.worker is new:
+                self._declarations.count = new.declarations
+                core.ended.difference_update(new.view.ranks)
+                core.sessions = {number: each for number, each in core.sessions.items() if number >= session}
 
     def _report(self, old: Worker, generation: int, reason: str) -> pb.Report:
         view = old.view
-        everybody = sorted(view.ranks)
-        report = pb.Report(
+        return pb.Report(
             generation=generation,
             ranks=view.ranks,
             lost=set(range(view.workers)).difference(view.ranks, self._joining.admitting),
             silent=old.presence.silent,
             declarations=self._declarations.count,
-            steps=[bucket.replies for bucket in self._core.buckets],
-            results=[
-                pb.Result(bucket=number, rank=self._core.rank, ranks=sorted(bucket.last.ranks))
-                for number, bucket in enumerate(self._core.buckets)
-                if sorted(bucket.last.ranks) != everybody
-            ],
+            buckets=self._replaying.report(),
             reason=reason,
         )
-        self._replaying.report(report)
-        return report
 
-    def _restore(self, new: Worker, old: Worker, reply: pb.RegroupReply) -> list[tuple[Push, Reply]]:
+    def _restore(self, new: Worker, old: Worker, decision: pb.Decision) -> list[tuple[Push, Reply]]:
         """Lets `new` go on where the replies of `old` have ended; returns pushes that are answered now."""
-        steps, specs = list(reply.steps), old.pushes.specs()
-        results = {each.bucket: each for each in reply.results}
+        decided, specs = list(decision.buckets), old.pushes.specs()
+        results = {number: each for number, each in enumerate(decided) if each.HasField("giver")}
         declared = self._declarations
-        ahead, (latest, details), lines = declared.count > reply.declarations, declared.latest, declared.lines
+        ahead, (latest, details), lines = declared.count > decision.declarations, declared.latest, declared.lines
         lines = lines[: len(lines) - len(details)] if ahead and not latest else lines
-        new.resume(specs[: len(steps)], [step - (n in results) for n, step in enumerate(steps)])
-        for number, (bucket, step) in enumerate(zip(self._core.buckets, steps, strict=False)):
-            new.take_residual(number, old, step)
-            bucket.gone = bucket.gone or number in reply.gone
-        self._replaying.restore(new, reply)
+        new.resume(specs[: len(decided)], [each.step - each.HasField("giver") for each in decided])
+        for number, each in enumerate(decided):
+            new.take_residual(number, old, each.step)
+        self._replaying.restore(new, decision)
         for counter, known in self._peers.drawn.items():
             new.follow(counter, known)
         new.resume_lines(lines)  # from then on all ranks have written their parts
         found = self._exchange_results(new, results)
+        lacking = {number for number in found if self._core.buckets[number].replies < decided[number].step}
         if ahead:
             new.declare(latest, details)  # the others do so now, again
-        if self._core.quiesced and not any(self._core.buckets[number].replies < steps[number] for number in found):
+        if self._core.quiesced and not lacking:
             new.peers.quiesce()
         new.knows_as(old)
         # Nothing fails from here on.
@@ -261,38 +235,68 @@ class Reconfiguration:
         for number, last in found.items():
             bucket = self._core.buckets[number]
             with bucket.lock:
-                lacked = bucket.replies < steps[number]
                 bucket.replies = new.state.steps(number)
-                if lacked:
+                if number in lacking:
                     push, bucket.last, self._core.quiesced = bucket.pushes.popleft(), last, False
                     answered.append((push, last))
                     if push.collects:
                         new.state.set_residual(number, np.asarray(last.sum).view(np.float32))
         with self._core.changed:
             self._core.ended.update(set(old.places).difference(old.view.ranks))
-            self._joining.expected = list(reply.expected)
+            self._joining.expected = list(decision.expected)
         return answered
 
-    def _go_on_with(self, new: Worker) -> None:
-        with self._core.changed:
-            if self._core.over:
-                raise ClosedError("the exchange has ended")
-            self._core.worker, self._declarations.count = new, new.declarations
-            behind = self._replaying.begin()
-            self._core.ended.difference_update(new.view.ranks)
-        self.follow(new)
-        for number, bucket in enumerate(self._core.buckets):
+    def _use(self, session: int) -> None:
+        core, new = self._core, self._core.sessions[session]
+        self._follow(session)  # this may tell already that it has failed
+        for number, bucket in enumerate(core.buckets):
             with bucket.lock:
-                if self._core.phase is Phase.MEETING or self._core.worker is not new:
+                if core.recovery.session != session or core.phase.reconfigures:
                     return  # it has failed already: the next one gets all
                 bucket.worker = new
-                for push in list(bucket.pushes) if number not in behind else ():
-                    self._pushing.give(number, new, push)
-                if number not in behind:
+                if not bucket.behind:
+                    try:
+                        for push in list(bucket.pushes):
+                            self._pushing.give(number, new, push)
+                    except LATER:
+                        if not core.is_lost(new):
+                            raise
                     self._tables.give_asks(number, new)
-        self._replaying.start(new, behind, self._pushing.give, self._tables.give_asks)
+        if core.is_candidate:
+            return
+        names = f"{'pserver' if len(new.addresses) == 1 else 'pservers'} {', '.join(new.addresses)}"
+        logger.info("tfps: the job goes on with %d workers and %s", len(new.view.ranks), names)
 
-    def _exchange_results(self, new: Worker, results: Mapping[int, pb.Result]) -> dict[int, Reply]:
+    def _give(self, session: int, number: int) -> None:
+        """Gives again what is kept of a bucket, each push when the one before has been answered.
+
+        It needs nothing of this program, nor of others': all ranks have kept what they had pushed.
+        """
+        core, bucket = self._core, self._core.buckets[number]
+        with bucket.lock:
+            worker = core.worker
+            if core.recovery.session != session or bucket.worker is not worker or core.over:
+                return  # the next one gets all
+            if bucket.pushes or bucket.asks:
+                core.check_there(number)
+            if (log := bucket.log) is not None and log.idle:
+                self._pushing.give(number, worker, log.next)
+            if log is not None and not (log.all_given and log.replies >= bucket.replies):
+                return
+            bucket.behind = False
+            self._tables.give_asks(number, worker)
+        core.deliver(machine.CaughtUp(session, number))
+
+    def _drop(self, effect: machine.Drop) -> None:
+        """Ends a session that is not used."""
+        core, new = self._core, self._core.sessions.pop(effect.session)
+        if effect.tells:
+            new.fail(PserverLostError(f"rank {core.rank} could not go on: {effect.error}"))
+        elif core.failures.failure is not None:
+            new.fail(core.failures.failure)
+        new.close(core.closing_reason)
+
+    def _exchange_results(self, new: Worker, results: Mapping[int, pb.BucketDecision]) -> dict[int, Reply]:
         """Gives and gets the last replies that some ranks lack; returns them, by bucket."""
         came = threading.Semaphore(0)
         replies: dict[int, Reply] = {}
@@ -302,8 +306,8 @@ class Reconfiguration:
             came.release()
 
         for number, result in results.items():
-            own = packed(self._core.buckets[number].last) if result.rank == self._core.rank else None
-            new.pushes.repeat(number, result.rank, own, functools.partial(take, number))
+            own = packed(self._core.buckets[number].last) if result.giver == self._core.rank else None
+            new.pushes.repeat(number, result.giver, own, functools.partial(take, number))
         for _ in results:
             if not came.acquire(timeout=self._core.config.step_timeout_s):
                 raise WaitTimeoutError("the last replies of other ranks have not come")

@@ -1,4 +1,4 @@
-"""How a worker that has lost a pserver finds the one at which all meet; see tfps/membership/regrouping.py.
+"""How a worker that has lost a pserver finds the one at which all meet; see tfps/membership/decision.py.
 
 Tested in tests/worker/test_lost_pservers.py and tests/worker/test_lost_meanwhile.py.
 """
@@ -111,7 +111,7 @@ def meet(
     workers: int,
     report: pb.Report,
     silent: Collection[str] = (),
-) -> pb.RegroupReply:
+) -> pb.Decision:
     """Meets the other workers of the job at one of `addresses`; returns what they agree on.
 
     Those of `silent` pservers are not asked: they have just not answered for long.
@@ -133,7 +133,7 @@ def meet(
     for address in those(_Answer.KNOWS, _Answer.IDLE):
         with _pserver(address, security, uid) as pserver:
             try:
-                return pserver.call("Regroup", request, _MEET_S + _MARGIN_S)
+                return pserver.call("Regroup", request, _MEET_S + _MARGIN_S).decision
             except PserverLostError as error:
                 logger.info("tfps: rank %d met nobody at pserver %s: %s", rank, address, error)
     raise PserverLostError(f"no pserver of {', '.join(addresses)} answers")

@@ -5,119 +5,52 @@ Tested in tests/worker/test_kept_by_workers.py and tests/elastic/test_lost_pserv
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
-
-from tfps.errors import TfpsError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.recovery.core import Core
-from tfps.recovery.journal import Push, Resumption
-from tfps.recovery.phase import Phase
+from tfps.recovery.journal import Push
+from tfps.recovery.machine import Answered
 from tfps.worker.worker import Worker
-
-Give = Callable[[int, Worker, Push], None]
-GiveAsks = Callable[[int, Worker], None]
 
 
 class Replaying:
-    """Restores and replays; one thread "tfps-replay" for each worker that has something to be given again."""
+    """Restores, and says what is to be given again: see `Reconfiguration`."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._restored_with: tuple[int, ...] = ()  # who took part when other pservers got what is kept
 
-    def waits(self, number: int) -> bool:
-        """Whether what is pushed now comes after pushes that are to be given again."""
-        kept = self._core.buckets[number].kept
-        return self._core.phase is Phase.REPLAYING and kept is not None and not kept.caught_up
-
-    def report(self, report: pb.Report) -> None:
-        """Adds all that this worker has."""
+    def report(self) -> list[pb.BucketReport]:
+        """What this worker has of each bucket."""
+        found, everybody = [], sorted(self._core.view.ranks)
         for bucket in self._core.buckets:
+            last = sorted(bucket.last.ranks)
+            found.append(pb.BucketReport(step=bucket.replies, last=last if last != everybody else ()))
             if bucket.kept is not None:
-                bucket.kept.report(report)
+                bucket.kept.report(found[-1])
+        return found
 
-    def restore(self, worker: Worker, reply: pb.RegroupReply) -> None:
-        """Gives `worker`, which goes on as `reply` says, this rank's part of what pservers keep."""
-        steps, ranks = list(reply.steps), tuple(reply.ranks)
-        newest, folders = {each.bucket: each.rank for each in reply.newest}, dict(reply.folders)
-        self._restored_with = ranks
-        for number, bucket in enumerate(self._core.buckets):
-            step = steps[number] if number < len(steps) else 0  # others declare it again
+    def restore(self, worker: Worker, decision: pb.Decision) -> None:
+        """Gives `worker`, which goes on as all have decided, this rank's part of what pservers keep."""
+        for number, bucket in enumerate(self._core.buckets):  # others declare again those that not all have
+            each = decision.buckets[number] if number < len(decision.buckets) else pb.BucketDecision()
+            if bucket.gone:
+                each = pb.BucketDecision(step=each.step, unrecoverable=True)
+            bucket.gone = each.unrecoverable
             if (kept := bucket.kept) is not None:
                 if kept.replay is None:  # ranks step apart: all go on with the number of the first
-                    bucket.replies = step
-                folder = folders.get(number, "")
-                to = Resumption(step, self._core.rank, ranks, bucket.gone, newest.get(number), folder)
-                kept.resume(worker, to, bucket.pushes)
+                    bucket.replies = each.step
+                kept.resume(worker, each, tuple(decision.ranks), bucket.pushes)
             bucket.begun = bucket.asked
 
-    def begin(self) -> set[int]:
-        """Returns the buckets of which pushes are given again; enters the next phase. Caller holds the core's lock."""
+    def behind(self) -> frozenset[int]:
+        """The buckets of which pushes are given again, which wait from now on. Caller holds the core's lock."""
         core = self._core
-        behind = {
-            number
-            for number, bucket in enumerate(core.buckets)
-            if (bucket.log is not None and not core.is_candidate) or (bucket.gone and bucket.pushes)
-        }
-        ready = core.to_replay = queue.SimpleQueue()
-        for number in behind:
-            core.buckets[number].behind = True
-            ready.put(number)
-        core.enter(Phase.REPLAYING if behind else Phase.RUNNING)
-        return behind
+        for bucket in core.buckets:
+            bucket.behind = (bucket.log is not None and not core.is_candidate) or (bucket.gone and bool(bucket.pushes))
+        return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.behind)
 
-    def start(self, worker: Worker, behind: set[int], give: Give, give_asks: GiveAsks) -> None:
-        """Gives them on a thread of its own."""
-        if behind:
-            arguments = [worker, behind, self._core.to_replay, give, give_asks]
-            threading.Thread(target=self._run, args=arguments, name="tfps-replay", daemon=True).start()
-
-    def _run(
-        self, worker: Worker, behind: set[int], ready: queue.SimpleQueue[int | None], give: Give, give_asks: GiveAsks
-    ) -> None:
-        """Gives what is kept to `worker`, each push when the one before has been answered.
-
-        It needs nothing of this program, nor of others': all ranks have kept what they had pushed.
-        """
-        core = self._core
-        try:
-            while behind:
-                if (number := ready.get()) is None:
-                    return
-                bucket = core.buckets[number]
-                with bucket.lock:
-                    if bucket.worker is not worker:
-                        return
-                    if bucket.pushes or bucket.asks:
-                        core.check_there(number)
-                    if (log := bucket.log) is None:
-                        return
-                    if log.idle:
-                        give(number, worker, log.next)
-                    if log.all_given and log.replies >= bucket.replies:
-                        behind.discard(number)
-                        bucket.behind = False
-                        give_asks(number, worker)
-            with core.changed:
-                if core.worker is worker and core.phase is Phase.REPLAYING:
-                    core.enter(Phase.RUNNING)
-        except TfpsError as error:
-            core.fail(error)
-        except Exception as bug:  # else whatever asks this worker would wait for ever
-            core.fail(TfpsError(f"rank {core.rank}: could not give other pservers what it has kept: {bug!r}"))
-
-    def answered(self, number: int, push: Push) -> None:
-        """Goes on after `push` of a bucket has been answered, maybe not for the first time. Caller holds its lock."""
+    def answered(self, number: int, push: Push, ranks: tuple[int, ...]) -> None:
+        """`push` has been answered, maybe not for the first time. Caller holds the lock of its bucket."""
         core, bucket = self._core, self._core.buckets[number]
-        if core.phase is Phase.REPLAYING and (log := bucket.log) is not None:
-            core.to_replay.put(number)
-            if push not in bucket.pushes and log.ranks != self._restored_with:
-                self._differs(number)
-
-    def _differs(self, number: int) -> None:
-        """Fails, as a round that programs have had is computed again without a worker that has just gone."""
-        text = f"a worker has gone while pservers computed again what they had: {self._core.missing(number)}"
-        error = WorkerLostError(text)
-        threading.Thread(target=self._core.fail, args=[error], name="tfps-replay-failed", daemon=True).start()
+        if bucket.behind:
+            name, again = core.worker.pushes.specs()[number].name, push not in bucket.pushes
+            core.to_do.put(Answered(core.recovery.session, number, ranks, again, name))

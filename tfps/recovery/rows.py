@@ -21,7 +21,7 @@ from tfps.exchange.interface import OnReply, Reply
 from tfps.exchange.requests import Lookup, RowUpdate, later
 from tfps.protos import tfps_pb2 as pb
 from tfps.recovery.files import Files, Save
-from tfps.recovery.journal import Journal, Push, Replay, Resumption, Snapshot
+from tfps.recovery.journal import Journal, Push, Replay, Snapshot
 from tfps.worker.worker import Worker
 
 
@@ -91,12 +91,15 @@ class RowsReplay(Replay):
         super()._say(message, step, snapshot)
         message.part, message.folder, message.assigned = bool(snapshot.ranks), snapshot.folder, snapshot.assigned
 
-    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+    def resume(
+        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
+    ) -> None:
         """Has pservers read the snapshot before the step; all gradients since then are to be given again."""
-        super().resume(worker, to, pushes)
-        if not to.gone:
-            self._files.read(worker, to.step, to.folder)
-            self.snapshots = {to.step: self.snapshots[to.step]._replace(folder=to.folder)}
+        super().resume(worker, decision, ranks, pushes)
+        if not decision.unrecoverable:
+            step, folder = decision.step, decision.folder
+            self._files.read(worker, step, folder)
+            self.snapshots = {step: self.snapshots[step]._replace(folder=folder)}
 
 
 class RowsLatest(Journal):
@@ -147,14 +150,16 @@ class RowsLatest(Journal):
         if save is not None:
             self.wrote(save)
 
-    def report(self, report: pb.Report) -> None:
-        report.newest.add(bucket=self._number, assigned=self._assigned, folder=self._save, saved=self._saved + 1)
+    def report(self, report: pb.BucketReport) -> None:
+        report.latest.assigned, report.latest.folder, report.latest.saved = self._assigned, self._save, self._saved + 1
 
-    def resume(self, worker: Worker, to: Resumption, pushes: Collection[Push]) -> None:
+    def resume(
+        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
+    ) -> None:
         """Has pservers read the last snapshot."""
-        if not to.gone:
-            self._files.read(worker, to.step, to.folder)
-            self._save, self._given, self._own = to.folder, 0, False
+        if not decision.unrecoverable:
+            self._files.read(worker, decision.step, decision.folder)
+            self._save, self._given, self._own = decision.folder, 0, False
 
     def dropped(self, pushes: Collection[Push]) -> Sequence[Push]:
         return [push for push in pushes if push.given]

@@ -13,9 +13,10 @@ from typing import TypeVar
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec, Tables, declared
 from tfps.exchange.requests import R, later
-from tfps.recovery.core import LATER, Core
+from tfps.recovery.core import Core
 from tfps.recovery.files import Files
 from tfps.recovery.journal import Journal, Push
+from tfps.recovery.machine import LATER
 from tfps.recovery.rows import RowsPush
 from tfps.worker.worker import Worker
 

@@ -68,14 +68,16 @@ class Workers:
         """Asks to join the job once more, with the pservers that it has now."""
         return self.new(pservers_now(self.addresses, self.security), rank=rank)
 
-    def resumed(self, reply: pb.RegroupReply, old: Worker, incarnation: str) -> Worker:
+    def resumed(self, decision: pb.Decision, old: Worker, incarnation: str) -> Worker:
         """Goes on where `old` has ended, with the pservers on which all have agreed."""
         connect_s = min(self._config.connect_timeout_s, MOST_CONNECT_S)
         return self.new(
-            list(reply.pservers),
+            list(decision.pservers),
             rank=old.rank,
             config=dataclasses.replace(self._config, connect_timeout_s=connect_s),
             losses=old.losses,
             uid=old.uid,
-            resumed=Resumed(incarnation, reply.generation, tuple(reply.ranks), tuple(reply.pservers), reply.reason),
+            resumed=Resumed(
+                incarnation, decision.generation, tuple(decision.ranks), tuple(decision.pservers), decision.reason
+            ),
         )

@@ -41,7 +41,7 @@ def main() -> None:
 
 def _table(server: ParameterServer) -> TableSlice | None:
     """The only table of the job, once it is declared."""
-    return next((item for _, item in server._job._shard.slices() if isinstance(item, TableSlice)), None)
+    return next((item for _, item in server._job._state.shard.slices() if isinstance(item, TableSlice)), None)
 
 
 def _fill(own: TableSlice, work: Work, place: int, count: int) -> dict[str, Json]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tfps.errors import PserverLostError, WorkerLostError
-from tfps.membership.regrouping import Newest, Regrouped, Report, Result, Snapshot, check_present, conclude
+from tfps.membership.decision import check_present, decide
+from tfps.protos import tfps_pb2 as pb
+from tfps.protos.tfps_pb2 import Latest, Report, Snapshot
 from tfps.types import Argument
 
 HERE, THERE, DEAD = "here:1", "there:1", "dead:1"
@@ -19,18 +20,28 @@ SEES = Report(generation=4, ranks={0, 1, 2}, reached=(HERE,), refused=(DEAD,), r
 
 
 def of(report: Report, **changes: Argument) -> Report:
-    return dataclasses.replace(report, **changes)
+    made = Report()
+    made.CopyFrom(report)
+    for name in changes:
+        made.ClearField(name)
+    made.MergeFrom(Report(**changes))
+    return made
 
 
-def agreed(reports: dict[int, Report], waited: bool = False) -> Regrouped:
-    found = conclude(reports, waited)
+def at(*steps: int) -> list[pb.BucketReport]:
+    """Buckets of which so many replies have come."""
+    return [pb.BucketReport(step=step) for step in steps]
+
+
+def agreed(reports: dict[int, Report], waited: bool = False) -> pb.Decision:
+    found = decide(reports, waited)
     assert found is not None
     return found
 
 
 def test_all_who_take_part_come_or_have_had_their_time() -> None:
     two = {0: SEES, 2: SEES}
-    assert conclude(two, waited=False) is None
+    assert decide(two, waited=False) is None
     assert agreed(two, waited=True).ranks == [0, 2]
     assert agreed({**two, 1: SEES}).ranks == [0, 1, 2]
     assert agreed({**two, 1: SEES}).generation == 5
@@ -51,7 +62,7 @@ def test_the_pservers_are_those_that_some_reach_and_none_misses() -> None:
     cut = of(SEES, unreached=(THERE,))
     assert agreed({0: new, 1: cut, 2: new}).pservers == [HERE]
     with pytest.raises(PserverLostError, match="no pserver answers all workers"):
-        conclude({0: cut, 1: of(SEES, reached=(THERE,), unreached=(HERE,)), 2: SEES}, waited=True)
+        decide({0: cut, 1: of(SEES, reached=(THERE,), unreached=(HERE,)), 2: SEES}, waited=True)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +80,7 @@ def test_where_a_pserver_may_be_with_others_only_more_than_half_go_on(
         assert agreed(reports, waited=True).ranks == sorted(here)
     else:
         with pytest.raises(WorkerLostError, match="only more than half of the workers go on"):
-            conclude(reports, waited=True)
+            decide(reports, waited=True)
     # Elsewhere there is no pserver: nobody else can go on.
     assert agreed({rank: of(report, unreached=()) for rank in here}, waited=True).ranks == sorted(here)
 
@@ -77,13 +88,17 @@ def test_where_a_pserver_may_be_with_others_only_more_than_half_go_on(
 def test_where_buckets_are_and_who_gives_a_result_to_those_that_lack_it() -> None:
     found = agreed(
         {
-            0: of(SEES, steps=(3, 7, 0), declarations=5),
-            1: of(SEES, steps=(4, 7, 0, 0), declarations=6, results={0: (0, 1)}),
-            2: of(SEES, steps=(4, 6, 0), declarations=5),
+            0: of(SEES, buckets=at(3, 7, 0), declarations=5),
+            1: of(SEES, buckets=[pb.BucketReport(step=4, last=[0, 1]), *at(7, 0, 0)], declarations=6),
+            2: of(SEES, buckets=at(4, 6, 0), declarations=5),
         }
     )
-    assert (found.steps, found.declarations) == ([4, 7, 0], 5)
-    assert found.results == {0: Result(1, (0, 1)), 1: Result(0, [0, 1, 2])}
+    assert found.declarations == 5
+    assert list(found.buckets) == [
+        pb.BucketDecision(step=4, giver=1, last=[0, 1]),
+        pb.BucketDecision(step=7, giver=0, last=[0, 1, 2]),
+        pb.BucketDecision(step=0),
+    ]
 
 
 def _sides() -> st.SearchStrategy[tuple[list[set[int]], list[int]]]:
@@ -128,43 +143,50 @@ def test_of_a_network_cut_in_two_at_most_one_side_goes_on(cut: tuple[list[set[in
         assert [set(found.ranks) for found in going_on] == [larger]
 
 
+def slots(assigned: int, ranks: Sequence[int], before: int) -> Latest:
+    return Latest(assigned=assigned, slots=True, ranks=ranks, snapshot_assigned=before)
+
+
 @pytest.mark.parametrize(
     ("others", "of_the_last", "goes_on"),
     [
-        (Newest(0), Newest(0), True),  # nobody has values yet
-        (Newest(2, True, (0, 1, 2), 2), Newest(2, True, (0, 1, 2), 2), True),
-        (Newest(2), Newest(2), True),  # no slots
-        (Newest(2), Newest(1), False),  # it has parameters from before all assigned others
-        (Newest(2, True, (0, 1, 2), 2), Newest(2, True, (0, 1, 2), 1), False),  # slots
-        (Newest(2, True, (0, 1, 2), 2), Newest(2, True, (0, 1), 2), False),  # its part is another one
-        (Newest(2, True, (0, 1, 3), 2), Newest(2, True, (0, 1, 3), 2), False),  # who has not come has a part
-        (Newest(1, True), Newest(1, True), False),  # there is no snapshot yet
+        (Latest(assigned=0), Latest(assigned=0), True),  # nobody has values yet
+        (slots(2, [0, 1, 2], 2), slots(2, [0, 1, 2], 2), True),
+        (Latest(assigned=2), Latest(assigned=2), True),  # no slots
+        (Latest(assigned=2), Latest(assigned=1), False),  # it has parameters from before all assigned others
+        (slots(2, [0, 1, 2], 2), slots(2, [0, 1, 2], 1), False),  # slots
+        (slots(2, [0, 1, 2], 2), slots(2, [0, 1], 2), False),  # its part is another one
+        (slots(2, [0, 1, 3], 2), slots(2, [0, 1, 3], 2), False),  # who has not come has a part
+        (Latest(assigned=1, slots=True), Latest(assigned=1, slots=True), False),  # there is no snapshot yet
     ],
 )
 def test_in_mode_async_all_parts_have_to_be_of_the_same_values(
-    others: Newest, of_the_last: Newest, goes_on: bool
+    others: Latest, of_the_last: Latest, goes_on: bool
 ) -> None:
-    reports = {rank: of(SEES, steps=(4 + rank,), newest={0: others}) for rank in (0, 1)}
-    found = agreed({**reports, 2: of(SEES, steps=(3,), newest={0: of_the_last})})
-    assert list(found.gone) == ([] if goes_on else [0])
-    assert list(found.steps) == [5]
-    assert not found.results
+    held = [pb.BucketReport(step=4 + rank, latest=others) for rank in (0, 1)]
+    held.append(pb.BucketReport(step=3, latest=of_the_last))
+    found = agreed({rank: of(SEES, buckets=[each]) for rank, each in enumerate(held)})
+    assert list(found.buckets) == [pb.BucketDecision(step=5, unrecoverable=not goes_on)]
 
 
-Held = Mapping[int, Snapshot]  # by step
-ALL = Snapshot((0, 1, 2), part=True)
-TWO = Snapshot((0, 1), part=True)
-NOTHING = Snapshot(())
+Held = dict[int, Snapshot]  # by step
+ALL = Snapshot(ranks=[0, 1, 2], part=True)
+TWO = Snapshot(ranks=[0, 1], part=True)
+NOTHING = Snapshot()
+
+
+def snapshots(held: Held) -> list[Snapshot]:
+    return [Snapshot(step=step, ranks=each.ranks, part=each.part) for step, each in held.items()]
 
 
 def begins(*held: Held, steps: tuple[int, ...], ranks: frozenset[int] = frozenset({0, 1, 2})) -> int | None:
     """The step of the snapshot from which ranks 0, 1, ... go on that hold these and have had so many replies."""
     reports = {
-        rank: of(SEES, ranks=ranks, steps=(step,), snapshots={0: each})
+        rank: of(SEES, ranks=ranks, buckets=[pb.BucketReport(step=step, snapshots=snapshots(each))])
         for rank, each, step in zip(sorted(ranks), held, steps, strict=True)
     }
-    found = agreed(reports)
-    return None if found.gone else found.steps[0]
+    (found,) = agreed(reports).buckets
+    return None if found.unrecoverable else found.step
 
 
 def test_a_bucket_that_pservers_update_goes_on_from_the_last_snapshot_that_all_have() -> None:
@@ -179,7 +201,7 @@ LEFT = frozenset({0, 1})
 
 
 def test_before_the_first_snapshot_all_pushes_are_there() -> None:
-    pushed = Snapshot((0, 1, 2))
+    pushed = Snapshot(ranks=[0, 1, 2])
     assert begins({0: NOTHING}, {0: NOTHING}, {0: pushed}, steps=(0, 0, 1)) == 0
     assert begins({0: NOTHING}, {0: NOTHING}, steps=(0, 0), ranks=LEFT) == 0
     assert begins({0: pushed}, {0: pushed}, steps=(1, 1), ranks=LEFT) is None  # the third's are gone
@@ -201,23 +223,26 @@ def test_parts_that_were_cut_differently_are_no_snapshot() -> None:
     assert begins({4: TWO}, {4: ALL}, {4: NOTHING}, steps=(4, 4, 4)) is None
 
 
-def files(*held: Newest, ranks: frozenset[int] = frozenset({0, 1, 2})) -> str | None:
+def files(*held: Latest, ranks: frozenset[int] = frozenset({0, 1, 2})) -> str | None:
     """The files with which a table goes on of which ranks 0, 1, ... know this; None: nobody knows them."""
-    reports = {rank: of(SEES, ranks=ranks, steps=(4,), newest={0: each}) for rank, each in enumerate(held)}
-    found = agreed(reports, waited=True)
-    return None if found.gone else found.folders[0]
+    buckets = [pb.BucketReport(step=4, latest=each) for each in held]
+    reports = {rank: of(SEES, ranks=ranks, buckets=[each]) for rank, each in enumerate(buckets)}
+    (found,) = agreed(reports, waited=True).buckets
+    return None if found.unrecoverable else found.folder
 
 
 def test_in_mode_async_a_table_goes_on_with_the_newest_files() -> None:
-    unknown, old, new = Newest(1, folder="", saved=0), Newest(1, folder="3", saved=3), Newest(1, folder="7", saved=7)
+    unknown, old, new = (
+        Latest(assigned=1, folder=folder, saved=saved) for folder, saved in (("", 0), ("3", 3), ("7", 7))
+    )
     assert files(unknown, old, new) == "7"
     assert files(old, unknown, unknown) == "3"
     assert files(unknown, unknown, unknown) is None
-    assert files(old, old, Newest(0, folder="3", saved=3)) is None  # it has not replaced rows yet
+    assert files(old, old, Latest(assigned=0, folder="3", saved=3)) is None  # it has not replaced rows yet
 
 
 def test_before_the_first_files_a_table_is_as_it_was_declared() -> None:
-    nothing = Newest(0, folder="", saved=0)
+    nothing = Latest(assigned=0, folder="", saved=0)
     assert files(nothing, nothing, nothing) == ""
     assert files(nothing, nothing, ranks=LEFT) == ""
     assert files(nothing, nothing) is None  # the third may have had some written

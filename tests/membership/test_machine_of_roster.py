@@ -1,4 +1,4 @@
-"""`Members` beside plain sets, in any order of joins, losses, departures, questions and admissions."""
+"""`Roster` beside plain sets, in any order of joins, losses, departures, questions and admissions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tfps.errors import ConnectError
-from tfps.membership.members import Applicant, Member, Members, State
+from tfps.membership.members import Applicant, Member, State
+from tfps.membership.roster import Forget, How, Loss, Roster, Tell, TellAdmitted
 from tfps.membership.view import View
 
 RANKS = st.integers(0, 3)
 WORKERS = 4
 
 
-class MachineOfMembers(RuleBasedStateMachine):
+class MachineOfRoster(RuleBasedStateMachine):
     """A job of four workers that has begun, and goes on as long as one is left."""
 
     @initialize()
     def begin(self) -> None:
-        self.members = Members(View.first(WORKERS))
+        self.members = Roster(View.first(WORKERS))
+        self.members.least, self.members.begun = 1, True
         self.count = 0
         self.here: set[int] = set()  # has a process that has joined
         self.part = set(range(WORKERS))  # takes part, or will once it has joined
@@ -87,7 +89,13 @@ class MachineOfMembers(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.part)))
-        self.members.lose(rank, "died")
+        change = self.members.lose(rank, "died")
+        assert change is not None
+        view, effects = change
+        assert view is self.members.view
+        (told,) = [each.loss for each in effects if isinstance(each, Tell)]
+        assert (told.rank, told.how, told.why) == (rank, How.LOST, self.members.lost[rank])
+        assert [each.rank for each in effects if isinstance(each, Forget)] == [rank]
         for each in (self.part, self.here, self.streaming):
             each.discard(rank)
         self.lost.add(rank)
@@ -96,7 +104,10 @@ class MachineOfMembers(RuleBasedStateMachine):
     @rule(rank=RANKS)
     def drop_a_candidate(self, rank: int) -> None:
         if rank in self.here and rank not in self.part and rank not in self.parted:
-            del self.members.members[rank]
+            view, change = self.members.view, self.members.lose(rank, "died")
+            assert change is not None
+            assert change[0] is view, "nobody misses it"
+            assert not any(isinstance(each, Tell) for each in change[1])
             self.here.discard(rank)
             self.streaming.discard(rank)
 
@@ -105,7 +116,8 @@ class MachineOfMembers(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.part)))
         self.members.members[rank].state = State.GONE
-        self.members.part(rank)
+        (told,) = self.members.leave(rank)[1]
+        assert told == Tell(Loss(rank, How.ENDED, f"{self.members.members[rank]} has left"))
         self.streaming.discard(rank)
         self.part.discard(rank)
         self.parted.add(rank)
@@ -114,7 +126,10 @@ class MachineOfMembers(RuleBasedStateMachine):
     @precondition(lambda self: len(self.part) == 1)
     @rule()
     def the_last_one_stays_in_the_view(self) -> None:
-        self.members.part(min(self.part))
+        rank, view = min(self.part), self.members.view
+        assert self.members.leave(rank) == (view, [])
+        if self.members.members[rank].state is not State.GONE:
+            assert self.members.lose(rank, "died") is None
 
     @rule(rank=RANKS, training=st.integers(0, 1))
     def say_ready(self, rank: int, training: int) -> None:
@@ -130,8 +145,11 @@ class MachineOfMembers(RuleBasedStateMachine):
         assert candidates == sorted(rank for rank in waiting if self.ready[rank] == training and rank in self.streaming)
         if candidates:
             chosen = data.draw(st.sets(st.sampled_from(candidates), min_size=1))
-            self.members.admit(chosen)
+            before = self.members.view.ranks
+            view, effects = self.members.admit({*chosen, *(set(range(WORKERS)) - self.here)})
             self.part |= chosen
+            assert effects[-1] == TellAdmitted(before, view.ranks)
+            assert len(effects) == 1 + len(chosen)
             self.lost -= chosen
             self.changes += 1
 
@@ -151,5 +169,5 @@ class MachineOfMembers(RuleBasedStateMachine):
             assert members.lost[rank].startswith(f"rank {rank} (host:")
 
 
-TestMembers = MachineOfMembers.TestCase
-TestMembers.settings = settings(max_examples=300, stateful_step_count=40)
+TestRoster = MachineOfRoster.TestCase
+TestRoster.settings = settings(max_examples=300, stateful_step_count=40)

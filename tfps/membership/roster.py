@@ -1,0 +1,305 @@
+"""Who takes part in a job, as one pserver sees it, and what follows when that changes. Decisions: no I/O, no locks.
+
+Each change returns the next view and its effects, which the pserver's `Job` executes, in this order. The reason of a
+loss is a value (`Loss`): logs, statuses, frames and errors say it alike.
+
+Tested in tests/membership/test_members.py, tests/membership/test_machine_of_roster.py and
+tests/worker/test_lost_workers.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import secrets
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tfps.errors import ConnectError, MismatchError, PserverLostError, TfpsError, WorkerLostError
+from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Resumed, State
+from tfps.membership.view import View
+
+_MAX_CHANGES = 64  # that are kept
+
+
+class How(enum.Enum):
+    """What is known of a worker that takes part no more."""
+
+    LOST = "lost"  # it has died, or given up
+    SILENT = "silent"  # it may be alive
+    ENDED = "ended"  # its program has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A worker takes part no more, and why."""
+
+    rank: int
+    how: How
+    why: str  # "rank 1 (host1:4711) died at step 346: ..."
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Say so in the log of the pserver."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell all members of a loss."""
+
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True)
+class TellAdmitted:
+    """Tell all who are `present` from now on; `before`: who took part until now."""
+
+    before: tuple[int, ...]
+    present: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A rank is no member any more: its streams end with `error`."""
+
+    rank: int
+    error: TfpsError
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job fails."""
+
+    error: TfpsError
+
+
+Effect = Log | Tell | TellAdmitted | Forget | Fail
+Change = tuple[View, Sequence[Effect]]
+
+
+class Roster:
+    """The members of one job, and who of them takes part. The first to join sets what the others must match.
+
+    `least`: how many workers the job needs; None: it ends with the first that is lost.
+    """
+
+    def __init__(self, view: View, job: str = "") -> None:
+        self.view = view  # who is to take part; its pservers are known once the first worker has joined
+        self.incarnation = ""
+        self.members: dict[int, Member] = {}
+        self.lost: dict[int, str] = {}  # what became of those that the others went on without, by rank
+        self.changes: deque[str] = deque(maxlen=_MAX_CHANGES)  # of the view, with their reasons
+        self.left, self.joined = 0, 0  # how many the others went on without, and how many came to a job under way
+        self._job = job
+        self.resumed: Resumed | None = None  # what the job is if it goes on with other pservers
+        self.least: int | None = None
+        self.begun = False  # all have joined, here or at the first pserver: who is lost from now on is missed
+        self.takes_candidates = False  # all have joined here: others are candidates
+        self.restored = False  # of a job that was resumed: all have written what they had kept
+        self._few_since_s: float | None = None  # since when fewer than `least` have been left
+
+    def join(self, applicant: Applicant, now_s: float) -> Member:
+        """Adds `applicant` as a member; a repeated call returns the same member.
+
+        ConnectError: it does not belong here. MismatchError: its settings differ from those of the other members.
+        """
+        for rank, member in list(self.members.items()):
+            if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:
+                del self.members[rank]
+        self._check_job(applicant)
+        for member in self.members.values():
+            if member.applicant.uid == applicant.uid:
+                return member
+        for member in list(self.members.values())[:1]:  # the others match the first
+            for name, theirs in member.applicant.settings.items():
+                if (ours := applicant.settings.get(name)) != theirs:
+                    raise MismatchError(
+                        f"{name} must be the same on all workers: {member} has {theirs!r}, this worker {ours!r}"
+                    )
+        rank = self._rank_for(applicant)
+        if not self.members:
+            self.incarnation = applicant.incarnation or secrets.token_hex(16)
+            self.view = dataclasses.replace(self.view, pservers=tuple(range(applicant.pservers)))
+            if (resumed := applicant.resumed) is not None:
+                self._resume(resumed)
+        self.members[rank] = Member(rank, applicant, now_s)
+        return self.members[rank]
+
+    def _resume(self, resumed: Resumed) -> None:
+        """Has the view of a job that goes on with other pservers."""
+        self.resumed = resumed
+        self.view = dataclasses.replace(self.view, generation=resumed.generation, ranks=resumed.ranks)
+        self.changes.append(f"view {resumed.generation}: {resumed.reason}; goes on with {', '.join(resumed.pservers)}")
+        for rank in set(range(self.view.workers)).difference(resumed.ranks):
+            self.lost[rank] = f"rank {rank} was lost before the pservers changed"
+
+    def candidates(self, training: int) -> list[int]:
+        """Ranks of those that have joined a job under way and may be admitted to this training."""
+        return [
+            rank
+            for rank, member in sorted(self.members.items())
+            if rank not in self.view.ranks and member.ready == training and self._streams(rank)
+        ]
+
+    def describe(self, rank: int) -> str:
+        """`rank 1 (host:pid)`, for messages."""
+        return str(self.members.get(rank, f"rank {rank} (not joined)"))
+
+    def not_streaming(self) -> list[int]:
+        """Ranks that have not fully joined, or are gone."""
+        streaming = {rank for rank, member in self.members.items() if member.state is State.STREAMING}
+        return [rank for rank in self.view.ranks if rank not in streaming]
+
+    def gone(self) -> list[int]:
+        """Ranks that have left or died, and without which the others cannot go on."""
+        return [rank for rank in self.view.ranks if rank in self.members and self.members[rank].state is State.GONE]
+
+    # Changes
+
+    def goes_on(self, fewer: int = 0) -> bool:
+        """Whether the job goes on with so many workers `fewer`, at least for a while; see `too_few`."""
+        return self.least is not None and len(self.view.ranks) > fewer
+
+    def lose(self, rank: int, why: str, how: How = How.LOST) -> Change | None:
+        """`rank` is lost: the others go on without it. None: there is no such member any more, or they cannot."""
+        if (member := self.members.get(rank)) is None or member.state is State.GONE:
+            return None
+        if rank not in self.view.ranks:
+            del self.members[rank]
+            return self.view, [
+                Log(f"has a candidate less: {member} {why}"),
+                Forget(rank, WorkerLostError(f"this candidate {why}")),
+            ]
+        if self.resumed is not None and not self.restored:  # its workers meet again
+            return self.view, [Fail(PserverLostError(f"the job did not go on with these pservers: {member} {why}"))]
+        if not self.goes_on(1):
+            return None
+        loss = self._remove(rank, how, why)
+        forget = Forget(rank, WorkerLostError(f"the other workers went on without this one: {loss.why}"))
+        if not self.begun:
+            self.view = View.first(self.view.workers, len(self.view.pservers))
+            return self.view, [forget, Log(f"has not begun: {loss.why}; another worker may join in its place")]
+        return self.view, [forget, Log(f"goes on with {len(self.view.ranks)} workers: {loss.why}"), Tell(loss)]
+
+    def _remove(self, rank: int, how: How, why: str) -> Loss:
+        self.view = self.view.next(left=[rank])
+        loss = Loss(rank, how, f"{self.members.pop(rank)} {why}")
+        self.lost[rank] = loss.why
+        self.left += 1
+        self.changes.append(f"view {self.view.generation}: {loss.why}")
+        return loss
+
+    def leave(self, rank: int) -> Change:
+        """`rank` takes part no more, as its program has ended; it is still known, as its streams have not ended."""
+        if not self.goes_on(1):
+            return self.view, []
+        self.view = self.view.next(left=[rank])
+        return self.view, [Tell(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
+
+    def admit(self, candidates: Collection[int]) -> Change:
+        """Those of `candidates` that are there take part from now on."""
+        before, here = self.view.ranks, [r for r in sorted(candidates) if self._streams(r)]
+        if here:
+            self.view = self.view.next(joined=here)
+        effects: list[Effect] = []
+        for rank in here:
+            self.lost.pop(rank, None)
+            self.joined += 1
+            self.changes.append(f"view {self.view.generation}: {self.members[rank]} has joined")
+            effects.append(Log(f"goes on with {len(self.view.ranks)} workers: {self.members[rank]} takes part"))
+        return self.view, [*effects, TellAdmitted(before, self.view.ranks)]
+
+    def begin_without_missing(self) -> Change:
+        """All ranks had joined the first pserver: those that are not here have been lost since, and do not come."""
+        self.begun, effects = True, list[Effect]()
+        for rank in sorted(set(self.view.ranks).difference(self.members)):
+            if self.goes_on(1):
+                self.view = self.view.next(left=[rank])
+                self.lost[rank] = f"rank {rank} was lost as the job began"
+                effects.append(Log(f"begins with {len(self.view.ranks)} workers: {self.lost[rank]}"))
+        return self.view, effects
+
+    def too_few(self, now_s: float, limit_s: float) -> WorkerLostError | None:
+        """Why the job ends, if fewer than `least` are left and others have not joined within `limit_s`."""
+        left, least = self.view.workers - len(self.lost), self.least or 0
+        if left >= least:
+            self._few_since_s = None
+            return None
+        self._few_since_s = since_s = now_s if self._few_since_s is None else self._few_since_s
+        if now_s - since_s < limit_s:
+            return None
+        return WorkerLostError(
+            f"{left} of {self.view.workers} workers are left, fewer than min_workers={least}, and no other has joined "
+            f"within {limit_s:.3g} s (rejoin_timeout_s): {'; '.join(self.lost.values())}"
+        )
+
+    def _streams(self, rank: int) -> bool:
+        return rank in self.members and self.members[rank].state is State.STREAMING
+
+    @property
+    def ending(self) -> bool:
+        """Whether some members are gone and others not."""
+        return 0 < self._left < len(self.members)
+
+    @property
+    def _left(self) -> int:
+        return sum(member.state is State.GONE for member in self.members.values())
+
+    @property
+    def over(self) -> bool:
+        """Whether there were members and all are gone."""
+        return bool(self.members) and self._left == len(self.members)
+
+    def _check_job(self, new: Applicant) -> None:
+        if new.workers and new.workers != self.view.workers:
+            raise ConnectError(
+                f"the pserver was started with --workers {self.view.workers}, this worker expects {new.workers}; "
+                "start both with the same number"
+            )
+        if self._job and new.job != self._job:
+            raise ConnectError(f"the pserver serves only job {self._job!r} (--job), this worker belongs to {new.job!r}")
+        if not self.members:
+            if new.pserver_index and not new.incarnation:
+                raise ConnectError(
+                    "a worker must join the first pserver of its list first, this one came without an incarnation"
+                )
+            return
+        first = next(iter(self.members.values()))
+        theirs, ours = first.applicant, (new.pserver_index, new.pservers)
+        if ours != (theirs.pserver_index, theirs.pservers):
+            raise ConnectError(
+                f"the lists of pservers differ: this pserver is number {theirs.pserver_index + 1} of {theirs.pservers} "
+                f"for {first} and number {ours[0] + 1} of {ours[1]} for this worker; give all workers of a job the "
+                "same list, and every job pservers of its own"
+            )
+        if new.resumed is not None and new.resumed != self.resumed:
+            raise ConnectError(
+                f"the pserver has a job already, and cannot go on with another one ({new.resumed.reason})"
+            )
+        if new.job != theirs.job or (new.pserver_index and new.incarnation != self.incarnation):
+            raise ConnectError(
+                f"the pserver is used by another job {theirs.job!r} (its workers: "
+                f"{', '.join(map(str, self.members.values()))}); wait for its end or give this job pservers of its own"
+            )
+
+    def _rank_for(self, new: Applicant) -> int:
+        if new.rank is None:
+            for rank in range(self.view.workers):
+                if rank not in self.members:
+                    return rank
+            raise ConnectError(
+                f"all {self.view.workers} ranks of the job are taken ({', '.join(map(str, self.members.values()))}); "
+                "start the pserver with a larger --workers, or give another job pservers of its own"
+            )
+        if not 0 <= new.rank < (workers := self.view.workers):
+            raise ConnectError(f"rank must be from 0 to {workers - 1} (--workers {workers}), got {new.rank}")
+        if new.rank in self.members:
+            raise ConnectError(
+                f"two workers have rank {new.rank}: {self.members[new.rank].applicant} and {new} (this one); "
+                "give every worker a rank of its own, and every job pservers of its own"
+            )
+        return new.rank
