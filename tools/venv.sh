@@ -14,6 +14,13 @@ is_made_here() { # the scripts in .venv/bin name their interpreter by its path, 
     runs .venv/bin/python && grep -qF "$here/.venv" .venv/bin/activate 2>/dev/null
 }
 
+if [[ -L .venv ]]; then # another checkout's: to clear it or install into it would break that one
+    runs .venv/bin/python && exit 0
+    echo "tools/venv.sh: .venv is a link to $(readlink .venv), which has no Python that fits; make that one where it" \
+        "belongs, or remove the link" >&2
+    exit 1
+fi
+
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && is_made_here; then
     exit 0
 fi
