@@ -45,7 +45,7 @@ fi
 echo "Installing tfps, TensorFlow and the tools into .venv (a few hundred MB, only the first time) ..."
 rm -f "$stamp"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-if ! log=$(.venv/bin/python -m pip install --no-input -q -c constraints.txt -e '.[cpu,dev,examples]' 2>&1 </dev/null); then
+if ! log=$(.venv/bin/python -m pip install --no-input -q -c constraints.txt -e '.[cpu,dev,docs,examples]' 2>&1 </dev/null); then
     echo "$log" >&2
     echo "tools/venv.sh: the installation failed, see above" >&2
     exit 1

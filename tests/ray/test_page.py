@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import re
 import subprocess
@@ -15,7 +14,6 @@ import jobs
 import on_ray
 import pytest
 
-import tfps.ray
 from tfps.types import Argument
 
 pytest.importorskip("ray", reason=on_ray.NEEDS_RAY)
@@ -44,14 +42,6 @@ def run(cluster: Argument, number: int, folder: Path) -> tuple[str, str]:
 
 def test_all_programs_are_tested() -> None:
     assert [block.language for block in BLOCKS] == ["python", "python", "python"]
-
-
-@pytest.mark.parametrize("name", tfps.ray.__all__)
-def test_the_page_of_public_names_has_the_arguments(name: str) -> None:
-    taken = inspect.signature(getattr(tfps.ray, name))
-    bare = [each.replace(annotation=inspect.Parameter.empty) for each in taken.parameters.values()]
-    shown = str(taken.replace(parameters=bare, return_annotation=inspect.Signature.empty)).replace("'", '"')
-    assert f"| `{name}{shown}` |" in (jobs.ROOT / "docs" / "api.md").read_text()
 
 
 def test_a_function_runs_on_several_workers(cluster: Argument, tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_LINE = """#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'"""
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("examples/*.py")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("tools/**/*.py"),
+    *ROOT.glob("examples/*.py"),
+]
 
 
 def named() -> set[str]:
@@ -29,13 +35,13 @@ def test_a_program_starts_with_the_python_of_venv(path: Path) -> None:
 
 
 def test_pages_name_programs_only() -> None:
-    assert {"tools/bench.py", "tools/simulate.py", "tools/peers.py"} <= named()
+    assert {"tools/bench.py", "tools/peers.py"} <= named()
     for name in named():
         assert (ROOT / name).is_file(), name
 
 
 def test_a_program_runs_by_its_path_from_another_folder(tmp_path: Path) -> None:
-    command = [str(ROOT / "tools" / "simulate.py"), "--help"]
+    command = [str(ROOT / "tools" / "bench.py"), "--help"]
     result = subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("usage: simulate.py")
+    assert result.stdout.startswith("usage: bench.py")
