@@ -154,7 +154,7 @@ class Config:
         on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
             `"pass"`: it is applied. `"skip"`: no worker applies it, and a log line names the variable and the rank.
             `"raise"`: all workers raise that instead. The last two wait for all gradients of a step before any is sent
-            (docs/semantics.md, "Gradients that are not finite").
+            (docs/contract.md, "Gradients that are not finite").
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.

@@ -45,7 +45,14 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _INDENT = 2
 # Of pages in searches: long lists of messages count little otherwise, long tables of figures too much.
-_BOOST = {"troubleshooting.md": 4, "security.md": 4, "semantics.md": 2, "benchmarks.md": 0.3, "scaling.md": 0.3}
+_BOOST = {
+    "troubleshooting.md": 4,
+    "security.md": 4,
+    "semantics.md": 2,
+    "contract.md": 2,
+    "benchmarks.md": 0.3,
+    "scaling.md": 0.3,
+}
 _HIDDEN = {"index.md": ["navigation"], "migrate.md": ["toc"]}  # for more room
 
 
