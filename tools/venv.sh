@@ -5,8 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 here=$PWD
 stamp=.venv/tfps-installed
-# An installation is valid for these files at this place (a .venv that has been moved does not work).
-wanted="$here $(cat setup.py pyproject.toml constraints.txt | cksum)"
 
 runs() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
@@ -21,6 +19,8 @@ if [[ -L .venv ]]; then # another checkout's: to clear it or install into it wou
     exit 1
 fi
 
+# An installation is valid for these files at this place (a .venv that has been moved does not work).
+wanted="$here $(cat setup.py pyproject.toml constraints.txt | cksum)"
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && is_made_here; then
     exit 0
 fi

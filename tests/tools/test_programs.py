@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -45,3 +46,17 @@ def test_a_program_runs_by_its_path_from_another_folder(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("usage: bench.py")
+
+
+def test_an_environment_behind_a_link_is_left_alone(tmp_path: Path) -> None:
+    """It belongs to another checkout, which `python -m venv --clear` would leave without one."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "venv.sh", tmp_path / "tools")
+    theirs = tmp_path / "theirs" / "bin"
+    theirs.mkdir(parents=True)
+    (theirs / "python").write_text("not a Python")
+    (tmp_path / ".venv").symlink_to(theirs.parent)
+    result = subprocess.run([tmp_path / "tools" / "venv.sh"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert ".venv is a link to" in result.stderr
+    assert (theirs / "python").read_text() == "not a Python"
