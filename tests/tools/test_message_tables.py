@@ -86,12 +86,17 @@ def package(folder: Path, source: str) -> list[str]:
             "def why():\n    return 'none given' if a else f'{b} is long'\nraise ConfigError(f'bad name: {why()}')",
             ["bad name: none given", f"bad name: {HOLE} is long"],
         ),
+        (
+            "for name, rule in TABLE:\n    raise ConfigError(f'{name} must be {rule}')",
+            ["one must be whole", "two must be a text"],
+        ),
         ("def check():\n    what = 'a long name'\n    raise ConfigError(f'got {what}')", ["got a long name"]),
     ],
 )
 def test_messages_are_read_however_they_are_made(source: str, texts: list[str], tmp_path: Path) -> None:
     indented = textwrap.indent(source, "    ")
-    assert package(tmp_path, f"def f():\n{indented}") == texts
+    table = "TABLE: tuple = (('one', 'whole'), ('two', 'a text'))\n"
+    assert package(tmp_path, f"{table}def f():\n{indented}") == texts
 
 
 PLACES = """
