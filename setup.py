@@ -24,7 +24,7 @@ EXAMPLES = ["scikit-learn>=1.4"]
 METRICS = ["prometheus-client>=0.20"]
 CONSOLE = ["rich>=13"]
 TENSORBOARD = ["tensorboard>=2.18"]
-DOCS = ["mkdocs-material>=9.5"]
+DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"]
 # With some fifty others: not for every .venv. twine renders Markdown with readme-renderer[md] only.
 RELEASE = ["ipykernel>=6.29", "nbclient>=0.10", "readme-renderer[md]>=44", "twine>=6"]
 # Heavy: for tests/models only, which is skipped without.
@@ -91,6 +91,7 @@ setup(
         "dev": [
             *TEST,
             "build>=1.2",
+            "import-linter>=2.5",
             "matplotlib>=3.10",
             "mypy>=1.13",
             "ruff>=0.9",

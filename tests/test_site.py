@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import http.server
 import importlib.util
 import json
@@ -17,15 +18,17 @@ from pathlib import Path
 
 import jobs
 import pytest
+from api_page import public
+from bounds import Cluster, lower_bound
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
+from tensorboard_page import Page, missing
 
+from tfps.strategy.patches import TABLE
 from tfps.types import Json
 from tools import model_profiles
 from tools.messages import HOLE, messages
-from tools.simulation import Cluster, lower_bound
-from tools.tensorboard_page import Page, missing
 
 NEEDED = ("mkdocs", "material")
 
@@ -72,8 +75,20 @@ def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
     assert not [(page.name, found) for page in site.rglob("*.html") for found in loaded.findall(page.read_text())]
 
 
-def test_no_comment_for_tools_is_left(site: Path) -> None:
-    assert "messages:" not in (site / "troubleshooting" / "index.html").read_text(encoding="utf-8")
+def text_of(site: Path, page: str) -> str:
+    return html.unescape((site / page / "index.html").read_text(encoding="utf-8"))
+
+
+def test_what_is_made_from_the_code_is_there(site: Path) -> None:
+    troubleshooting = text_of(site, "troubleshooting")
+    assert "messages:" not in troubleshooting
+    assert not [each.text for each in messages() if " ".join(each.text.split()) not in troubleshooting]
+    patches = text_of(site, "keras_patches")
+    assert not [patch.place for patch in TABLE if f"<code>{patch.place}</code>" not in patches]
+    api = text_of(site, "api")
+    for name, members in public().items():
+        assert not [member for member in members if f'id="{name}.{member}"' not in api], name
+    assert "snapshot_steps" in api, "arguments are described"
 
 
 @contextlib.contextmanager

@@ -154,7 +154,7 @@ class Config:
         on_nonfinite: what happens to a step whose gradients have, summed, a number that is not finite (NaN, infinity).
             `"pass"`: it is applied. `"skip"`: no worker applies it, and a log line names the variable and the rank.
             `"raise"`: all workers raise that instead. The last two wait for all gradients of a step before any is sent
-            (docs/semantics.md, "Gradients that are not finite").
+            (docs/contract.md, "Gradients that are not finite").
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.
@@ -226,57 +226,18 @@ class Config:
             if getattr(self, name) not in get_args(choices[name]):
                 known = ", ".join(map(repr, get_args(choices[name])))
                 raise ConfigError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
-        for name in ("deterministic", "shared_memory"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name, fits, rule in _FIELDS:
+            if not fits(getattr(self, name)):
+                raise ConfigError(f"{name} must be {rule}, got {getattr(self, name)!r}")
         object.__setattr__(self, "compression", str(parse(self.compression)))  # one spelling of each
-        self._check_ranges()
-        self._check_mode()
-        for name in _FILES:
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} must be the path of a file, a string, got {getattr(self, name)!r}")
-
-    def _check_ranges(self) -> None:
-        staleness, steps, depth, every = self.staleness, self.inner_steps, self.staging_depth, self.check_every
-        if staleness is not None and (not _is_whole(staleness) or staleness < 0):
-            raise ConfigError(f"staleness must be a number of steps from 0, or None (no limit), got {staleness!r}")
-        for name, least in (("inner_steps", 1), ("fragments", 1), ("overlap_steps", 0)):
-            value = getattr(self, name)
-            if not _is_whole(value) or value < least:
-                raise ConfigError(f"{name} must be a whole number from {least}, got {value!r}")
+        steps = self.inner_steps
         for name, most in (("fragments", steps), ("overlap_steps", steps - 1)):
             if getattr(self, name) > most:
                 raise ConfigError(
                     f"{name} must be at most {most} with inner_steps={steps}: each fragment is exchanged once in so "
                     f"many steps, and comes back before it leaves again, got {getattr(self, name)}"
                 )
-        for name, below in (("own_share", 1.0), ("outer_momentum", 1.0), ("delay_compensation", float("inf"))):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < below:
-                limit = f" and below {below:g}" if below == 1.0 else ""
-                raise ConfigError(f"{name} must be a number from 0 on{limit}, got {value!r}")
-        if not _is_positive(self.outer_learning_rate):
-            raise ConfigError(f"outer_learning_rate must be a positive number, got {self.outer_learning_rate!r}")
-        if not _is_number(self.quorum) or not 0 < self.quorum <= 1:
-            raise ConfigError(f"quorum must be a share of the workers above 0, at most 1, got {self.quorum!r}")
-        if not _is_number(self.grace_s) or not 0 <= self.grace_s < float("inf"):
-            raise ConfigError(f"grace_s must be a number of seconds from 0, got {self.grace_s!r}")
-        if not _is_whole(depth) or depth < 0 or depth == 1:
-            raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
-        fewest = self.min_workers
-        if fewest is not None and (not _is_whole(fewest) or fewest < 1):
-            raise ConfigError(
-                f"min_workers must be a number of workers from 1, or None (all are needed), got {fewest!r}"
-            )
-        if self.snapshot_steps is not None and (not _is_whole(self.snapshot_steps) or self.snapshot_steps < 1):
-            raise ConfigError(
-                f"snapshot_steps must be a number of steps from 1, or None (no snapshots), got {self.snapshot_steps!r}"
-            )
-        if not _is_whole(every) or every < 0:
-            raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
-        for name in ("rejoin_timeout_s", "connect_timeout_s", "step_timeout_s"):
-            if not _is_positive(getattr(self, name)):
-                raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)!r}")
+        self._check_mode()
 
     def _check_mode(self) -> None:
         mode, update = self.mode, self.update
@@ -385,6 +346,46 @@ def _is_number(value: Argument) -> bool:
 
 def _is_positive(value: Argument) -> bool:
     return _is_number(value) and 0 < value < float("inf")
+
+
+def _whole(least: int, *, optional: bool = False) -> Callable[[Argument], bool]:
+    return lambda value: (optional and value is None) or (_is_whole(value) and value >= least)
+
+
+def _of(kind: type) -> Callable[[Argument], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+def _below(limit: float) -> Callable[[Argument], bool]:
+    return lambda value: _is_number(value) and 0 <= value < limit
+
+
+# Field, whether a value fits, what it must be. What fields must be together is in `Config.__post_init__`.
+_FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
+    ("deterministic", _of(bool), "True or False"),
+    ("shared_memory", _of(bool), "True or False"),
+    ("staleness", _whole(0, optional=True), "a number of steps from 0, or None (no limit)"),
+    ("inner_steps", _whole(1), "a whole number from 1"),
+    ("fragments", _whole(1), "a whole number from 1"),
+    ("overlap_steps", _whole(0), "a whole number from 0"),
+    ("own_share", _below(1.0), "a number from 0 on and below 1"),
+    ("outer_momentum", _below(1.0), "a number from 0 on and below 1"),
+    ("delay_compensation", _below(float("inf")), "a number from 0 on"),
+    ("outer_learning_rate", _is_positive, "a positive number"),
+    ("quorum", lambda value: _is_number(value) and 0 < value <= 1, "a share of the workers above 0, at most 1"),
+    ("grace_s", _below(float("inf")), "a number of seconds from 0"),
+    ("staging_depth", lambda value: value != 1 and _whole(0)(value), "0 (off) or a whole number from 2"),
+    ("min_workers", _whole(1, optional=True), "a number of workers from 1, or None (all are needed)"),
+    ("snapshot_steps", _whole(1, optional=True), "a number of steps from 1, or None (no snapshots)"),
+    ("check_every", _whole(0), "0 (never) or a positive number of steps"),
+    ("rejoin_timeout_s", _is_positive, "a positive number of seconds"),
+    ("connect_timeout_s", _is_positive, "a positive number of seconds"),
+    ("step_timeout_s", _is_positive, "a positive number of seconds"),
+    ("token_file", _of(str), "the path of a file, a string"),
+    ("tls_ca", _of(str), "the path of a file, a string"),
+    ("tls_cert", _of(str), "the path of a file, a string"),
+    ("tls_key", _of(str), "the path of a file, a string"),
+)
 
 
 def _parsed(field: str, text: str, default: Argument) -> Argument:

@@ -15,7 +15,7 @@ import shlex
 from tools import benchmarks
 from tools.benchmarks import common
 
-OF_SOME = {"profile": ("schedule",), "part": ("recovery", "tables")}  # arguments of these benchmarks
+OF_PARTS = ("recovery", "tables")
 
 
 def main() -> None:
@@ -25,16 +25,14 @@ def main() -> None:
     parser.add_argument("name", choices=names)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: at most 6 minutes")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all runs to FILE")
-    parser.add_argument("--profile", metavar="FILE", help="schedule: of a model that Strategy.report() has recorded")
     parser.add_argument("--part", metavar="NAME", help="recovery, tables: one of its parts, such as cost, size")
     options = parser.parse_args()
-    arguments = {name: getattr(options, name) for name in OF_SOME if getattr(options, name) is not None}
-    for name in arguments:
-        if options.name not in OF_SOME[name]:
-            parser.error(f"--{name} is for {' and '.join(OF_SOME[name])}, got it with {options.name}")
+    if options.part is not None and options.name not in OF_PARTS:
+        parser.error(f"--part is for {' and '.join(OF_PARTS)}, got it with {options.name}")
+    arguments = {} if options.part is None else {"part": options.part}
     outcome: common.Outcome = importlib.import_module(f"benchmarks.{options.name}").run(options.quick, **arguments)
     if options.json is not None:
-        own = [part for name, value in arguments.items() for part in (f"--{name}", value)]
+        own = [] if options.part is None else ["--part", options.part]
         command = ["tools/bench.py", options.name, *["--quick"] * options.quick, *own]
         common.write_json(options.json, options.name, shlex.join(command), outcome)
     print(f"bench {options.name}: " + " ".join(f"{key}={value:.4g}" for key, value in outcome.headline.items()))

@@ -27,16 +27,8 @@ PIP_S, TEST_S = 1800.0, 900
 
 # The core suite is everything in tests/ except for what tests programs of tools/, which run with .venv's versions only.
 NOT_CORE = (
-    "test_layers.py",
-    "test_packaging.py",
-    "test_workflows.py",
-    *(
-        f"tools/test_{name}.py"
-        for name in (
-            *("benchmarks_page", "compare_strategies", "emulation", "matrix"),
-            *("model_profiles", "netlab", "peers", "run_notebook", "simulation"),
-        )
-    ),
+    *("test_layers.py", "test_notebook.py", "test_packaging.py", "test_workflows.py"),
+    *(f"tools/test_{name}.py" for name in ("matrix", "model_profiles", "netlab", "peers")),
 )
 
 # TensorFlow -> the Keras that was current when it came out (the first that divides losses by the number of replicas is

@@ -70,6 +70,7 @@ class _Package:
         self._functions: dict[str, list[_Function]] = defaultdict(list)
         self._constants: dict[str, list[ast.expr]] = defaultdict(list)
         self._parents: dict[ast.AST, ast.AST] = {}
+        self._row: dict[str, ast.expr] = {}  # of the table around the error that is read
         for path in sorted(folder.rglob("*.py")):
             if "protos" not in path.relative_to(folder).parts:
                 tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -82,8 +83,13 @@ class _Package:
             if isinstance(node, _Function):
                 self._functions[node.name].append(node)
         for node in tree.body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self._constants[node.targets[0].id].append(node.value)
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if (
+                isinstance(node, (ast.Assign, ast.AnnAssign))
+                and isinstance(target, ast.Name)
+                and node.value is not None
+            ):
+                self._constants[target.id].append(node.value)
 
     def _around(self, node: ast.AST) -> Iterator[ast.AST]:
         """What holds a node, from the inside out; the module is the last."""
@@ -99,8 +105,20 @@ class _Package:
         for path, tree in self._trees.items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and node.args and (kind := _name(node.func)) in self._kinds:
-                    for text in self._texts(node.args[0], DEPTH):
-                        yield kind, text, path, node.lineno
+                    for row in self._rows(node):
+                        self._row = row
+                        for text in self._texts(node.args[0], DEPTH):
+                            yield kind, text, path, node.lineno
+
+    def _rows(self, node: ast.AST) -> list[dict[str, ast.expr]]:
+        """What a loop around a node over a table, a constant, gives to its names, row by row; else one without any."""
+        for loop in self._around(node):
+            if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Name) and isinstance(loop.target, ast.Tuple):
+                names = [_name(target) for target in loop.target.elts]
+                tables = [table for table in self._constants[loop.iter.id] if isinstance(table, (ast.Tuple, ast.List))]
+                rows = [row.elts for table in tables for row in table.elts if isinstance(row, ast.Tuple)]
+                return [dict(zip(names, row, strict=False)) for row in rows] or [{}]
+        return [{}]
 
     def _texts(self, node: ast.expr, depth: int) -> list[str]:
         """What an expression may be, with holes."""
@@ -128,6 +146,8 @@ class _Package:
 
     def _given(self, name: ast.Name) -> list[ast.expr]:
         """What the loop or function that holds a name assigns to it, or one around that, or a module."""
+        if name.id in self._row:
+            return [self._row[name.id]]
         for holder in self._around(name):
             if not isinstance(holder, (*get_args(_Function), ast.For)):
                 continue

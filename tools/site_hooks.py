@@ -3,6 +3,8 @@
 * Files outside of docs/ that readers want become pages: CONTRIBUTING.md, CHANGELOG.md, SECURITY.md, the examples. The
   calculator gets the profiles of tools/.
 * Links out of docs/ lead to these pages; to anything else they become plain text, as a site has no such file.
+* Tables that are made from the code: the messages of all errors, and what is replaced of Keras. mkdocstrings makes the
+  docstrings in api.md.
 * Lists nest by two spaces, as everywhere but in Python-Markdown.
 * Comments for tools and tests are left out.
 """
@@ -10,9 +12,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 import markdown
@@ -23,6 +27,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # for `mkdocs serve`
+
+from tools.message_tables import fill  # noqa: E402
+from tools.messages import error_classes, messages  # noqa: E402
+
 EXAMPLES = {f"examples/{path.stem}.md": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py"))}
 PROFILES = ROOT / "tools" / "profiles"  # for the calculator
 PROJECT = {
@@ -36,7 +45,14 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _INDENT = 2
 # Of pages in searches: long lists of messages count little otherwise, long tables of figures too much.
-_BOOST = {"troubleshooting.md": 4, "security.md": 4, "semantics.md": 2, "benchmarks.md": 0.3, "scaling.md": 0.3}
+_BOOST = {
+    "troubleshooting.md": 4,
+    "security.md": 4,
+    "semantics.md": 2,
+    "contract.md": 2,
+    "benchmarks.md": 0.3,
+    "scaling.md": 0.3,
+}
 _HIDDEN = {"index.md": ["navigation"], "migrate.md": ["toc"]}  # for more room
 
 
@@ -81,8 +97,24 @@ def content_of(source: str) -> str:
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Leaves comments out, mends links, says what Material wants to know of a page."""
     name = page.file.src_uri
+    if name == "troubleshooting.md":
+        text = fill(text, messages(), error_classes())
+    elif name == "keras_patches.md":
+        text = text.replace("<!-- patches -->\n", patches())
     page.meta |= {"search": {"boost": _BOOST.get(name, 1)}, "hide": _HIDDEN.get(name, [])}
     return mended(_COMMENT.sub("", text), name)
+
+
+def patches() -> str:
+    """A row for each attribute of Keras and TensorFlow that tfps replaces."""
+    from tfps.strategy.patches import TABLE  # imports TensorFlow
+
+    rows = ["| attribute | what for | replaced in | tests |", "|---|---|---|---|"]
+    for patch in TABLE:
+        hook = inspect.unwrap(patch.wrap)
+        source = Path(inspect.getfile(getattr(hook, "func", hook))).relative_to(ROOT)
+        rows.append(f"| `{patch.place}` | {patch.why} | `{source}` | `{patch.test}` |")
+    return "\n".join(rows) + "\n"
 
 
 def mended(text: str, page: str) -> str:

@@ -24,7 +24,7 @@ slow=(
     tests/membership/test_exhaustive.py
     tests/launch/test_{cli,kubernetes,options,remote,rendezvous,slurm,ssh,ssh_failures,supervisor,terminal}.py
     tests/pserver/test_{cli,console,fuzz_server,load,measuring,security,strangers}.py
-    tests/test_{api,callbacks,doc_blocks,errors,packaging,private_names,site,versions}.py
+    tests/test_{api,callbacks,doc_blocks,errors,notebook,packaging,private_names,site,versions}.py
 )
 # Most tests wait for something for a while, so more at a time than there are cores. All of a file in one process, as many
 # share what is slow to make. In their order, which begins with those that take long (tests/conftest.py), so that all

@@ -5,8 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 here=$PWD
 stamp=.venv/tfps-installed
-# An installation is valid for these files at this place (a .venv that has been moved does not work).
-wanted="$here $(cat setup.py pyproject.toml constraints.txt | cksum)"
 
 runs() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
@@ -14,6 +12,15 @@ is_made_here() { # the scripts in .venv/bin name their interpreter by its path, 
     runs .venv/bin/python && grep -qF "$here/.venv" .venv/bin/activate 2>/dev/null
 }
 
+if [[ -L .venv ]]; then # another checkout's: to clear it or install into it would break that one
+    runs .venv/bin/python && exit 0
+    echo "tools/venv.sh: .venv is a link to $(readlink .venv), which has no Python that fits; make that one where it" \
+        "belongs, or remove the link" >&2
+    exit 1
+fi
+
+# An installation is valid for these files at this place (a .venv that has been moved does not work).
+wanted="$here $(cat setup.py pyproject.toml constraints.txt | cksum)"
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && is_made_here; then
     exit 0
 fi
@@ -41,7 +48,7 @@ fi
 echo "Installing tfps, TensorFlow and the tools into .venv (a few hundred MB, only the first time) ..."
 rm -f "$stamp"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-if ! log=$(.venv/bin/python -m pip install --no-input -q -c constraints.txt -e '.[cpu,dev,examples]' 2>&1 </dev/null); then
+if ! log=$(.venv/bin/python -m pip install --no-input -q -c constraints.txt -e '.[cpu,dev,docs,examples]' 2>&1 </dev/null); then
     echo "$log" >&2
     echo "tools/venv.sh: the installation failed, see above" >&2
     exit 1

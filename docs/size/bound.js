@@ -1,9 +1,9 @@
-// The lower bound of a step (docs/lower_bound.md), as tools/simulation/bounds.py computes it; a test compares the two.
+// The lower bound of a step (docs/lower_bound.md), as tests/helpers/bounds.py computes it; a test compares the two.
 
 "use strict";
 
 const tfpsBound = (() => {
-  // What a cluster is made of, with the defaults of tools/simulation/settings.py.
+  // What a cluster is made of, with the defaults of that module.
   const DEFAULTS = { goodput: 1, latencyS: 50e-6, dedicated: false, cpuGbS: 1.7, processCores: 1 };
 
   // Bytes that the busiest link carries in one direction per byte of parameters, under the best placement.

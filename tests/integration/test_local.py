@@ -109,7 +109,7 @@ def test_two_workers_do_bitwise_what_is_done_by_hand(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_workers_clip_the_gradient_of_their_own_batch(tmp_path: Path) -> None:
     for case, ranks in zip(CLIPPED, run(CLIPPED, [12, 12], tmp_path), strict=True):
-        check(case, [12, 12], ranks, 1e-6 if case.optimizer == "global_clipnorm" else 0.0)  # docs/semantics.md
+        check(case, [12, 12], ranks, 1e-6 if case.optimizer == "global_clipnorm" else 0.0)  # docs/contract.md
 
 
 @pytest.mark.long

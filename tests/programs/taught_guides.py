@@ -466,7 +466,7 @@ def several_outputs(job: Job) -> Results:
     data = sharded(tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(BATCH))
     fits.append(model.fit(data, epochs=1, steps_per_epoch=3, validation_data=data, validation_steps=2, verbose=0))
     predicted = model.predict(inputs, batch_size=BATCH, verbose=0)
-    # The losses of single outputs, in evaluation, count once for each replica with rows (docs/semantics.md).
+    # The losses of single outputs, in evaluation, count once for each replica with rows (docs/contract.md).
     for fit in fits:
         for name in ("val_score_loss", "val_kind_loss"):
             fit.history.pop(name, None)

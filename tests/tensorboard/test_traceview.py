@@ -6,17 +6,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+import captures as recorded
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
+from tensorboard_page import Page, missing, tensorboard
 
 from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedView, Span
 from tfps.trace.capture_file import chrome_path, write_chrome
 from tfps.trace.summary import Summary, summarize
 from tfps.types import Json
-from tools import model_profiles, simulation
-from tools.synthetic_captures import POLICIES, synthetic_capture
-from tools.tensorboard_page import Page, missing, tensorboard
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(300)]
 
@@ -27,15 +26,10 @@ JUST_ONE_SLICE = "trace.kindOf(span) === 'wire' && trace.step[span] === 11 && tr
 def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
     """The same job with two policies, written below `captures["log_dir"]`."""
     log_dir = tmp_path_factory.getbasetemp() / "traceview"
-    profile = model_profiles.load("resnet50")
-    made = {}
-    for policy in ("fifo", "priority"):
-        settings = simulation.Settings(POLICIES[policy], 1 << 20, 2 << 20, steps=3, jitter=0.05)
-        made[policy] = synthetic_capture(profile, simulation.Cluster(2, 2, 2.0), settings, policy)
-        write_chrome(made[policy], chrome_path(log_dir / "jobs", policy))
+    made = {policy: recorded.capture(policy) for policy in ("fifo", "priority")}
     made["changed"] = changed(made["priority"])
     made["rows"] = with_rows(made["priority"])
-    for name in ("changed", "rows"):
+    for name in made:
         write_chrome(made[name], chrome_path(log_dir / "jobs", name))
     return made
 

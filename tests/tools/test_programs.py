@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_LINE = """#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'"""
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("examples/*.py")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("tools/**/*.py"),
+    *ROOT.glob("examples/*.py"),
+]
 
 
 def named() -> set[str]:
@@ -29,13 +36,27 @@ def test_a_program_starts_with_the_python_of_venv(path: Path) -> None:
 
 
 def test_pages_name_programs_only() -> None:
-    assert {"tools/bench.py", "tools/simulate.py", "tools/peers.py"} <= named()
+    assert {"tools/bench.py", "tools/peers.py"} <= named()
     for name in named():
         assert (ROOT / name).is_file(), name
 
 
 def test_a_program_runs_by_its_path_from_another_folder(tmp_path: Path) -> None:
-    command = [str(ROOT / "tools" / "simulate.py"), "--help"]
+    command = [str(ROOT / "tools" / "bench.py"), "--help"]
     result = subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("usage: simulate.py")
+    assert result.stdout.startswith("usage: bench.py")
+
+
+def test_an_environment_behind_a_link_is_left_alone(tmp_path: Path) -> None:
+    """It belongs to another checkout, which `python -m venv --clear` would leave without one."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "venv.sh", tmp_path / "tools")
+    theirs = tmp_path / "theirs" / "bin"
+    theirs.mkdir(parents=True)
+    (theirs / "python").write_text("not a Python")
+    (tmp_path / ".venv").symlink_to(theirs.parent)
+    result = subprocess.run([tmp_path / "tools" / "venv.sh"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert ".venv is a link to" in result.stderr
+    assert (theirs / "python").read_text() == "not a Python"

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks import chaos
 from tools.recovery import deaths
 from tools.recovery.job import TIME, Step, read_steps
-
-EVERY_S = [number / 10 for number in range(100)]  # steps of 100 ms
 
 
 def test_steps_are_read_while_a_worker_writes_one(tmp_path: Path) -> None:
@@ -37,15 +34,3 @@ def test_horovod_that_is_not_installed_is_left_out_by_name(tmp_path: Path, monke
     monkeypatch.setenv("TFPS_PEERS_HOME", str(tmp_path))
     assert deaths.absence("horovod_5s") == "horovod_5s is left out: tools/peers.py install horovod"
     assert deaths.absence("goes_on") is None
-
-
-def test_a_pause_belongs_to_bins_as_long_as_it_lasts() -> None:
-    ends = [at for at in EVERY_S if not 2.05 < at < 6.95]
-    assert chaos._rate(1, ends) == pytest.approx(10.0)
-    assert chaos._rate(6, ends) == pytest.approx(0.2)  # one step in 5 s
-    assert chaos._event(2.0, "worker 1 silent", ends)["pause_s"] == pytest.approx(5.0)
-
-
-def test_the_pause_of_a_join_is_the_one_before_its_first_step() -> None:
-    ends = [at for at in EVERY_S if not 6.05 < at < 6.95]
-    assert chaos._event(7.0, "worker 1 joins", ends)["pause_s"] == pytest.approx(1.0)

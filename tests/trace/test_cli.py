@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import captures
 import jobs
 import pytest
 
@@ -16,17 +17,12 @@ from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedVie
 from tfps.trace.capture_file import chrome_path, read, write_chrome
 from tfps.trace.cli import main
 from tfps.trace.summary import summarize
-from tools import model_profiles, simulation
-from tools.synthetic_captures import synthetic_capture
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = chrome_path(tmp_path_factory.getbasetemp() / "cli", "one")
-    settings = simulation.Settings(steps=2, jitter=0.05)
-    write_chrome(
-        synthetic_capture(model_profiles.load("resnet50"), simulation.Cluster(2, 2, 2.0), settings, "[/one]\\"), path
-    )
+    write_chrome(dataclasses.replace(captures.capture("priority"), name="[/one]\\"), path)
     return path
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+import captures
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,6 @@ from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedVie
 from tfps.trace.step_times import Intervals, clip, difference, intersection, total, union
 from tfps.trace.summary import Summary, TableUse, summarize
 from tfps.types import Argument
-from tools import model_profiles, simulation
-from tools.synthetic_captures import POLICIES, repeated, synthetic_capture
 
 MS = 1_000_000
 BUCKETS = (CapturedBucket("a", ("a",), 0, 100), CapturedBucket("b, c", ("b", "c"), 1, 200))
@@ -242,38 +241,20 @@ def test_a_capture_without_steps_is_refused() -> None:
         make([span("forward", 0, 10)])
 
 
-@pytest.fixture(scope="module")
-def simulated() -> dict[str, Capture]:
-    """A job of 3 workers under two policies."""
-    profile, cluster = model_profiles.load("resnet50"), simulation.Cluster(3, 2, 2.0)
-    return {
-        policy: synthetic_capture(profile, cluster, simulation.Settings(POLICIES[policy], steps=3, jitter=0.05), policy)
-        for policy in ("priority", "fifo")
-    }
-
-
-def test_a_simulated_job_has_the_figures_of_the_simulator(simulated: dict[str, Capture]) -> None:
-    profile = model_profiles.load("resnet50")
-    for policy, capture in simulated.items():
-        summary = summarize(capture)
+def test_urgent_slices_first_shorten_the_steps_of_the_same_job() -> None:
+    found = {policy: summarize(captures.capture(policy)) for policy in ("priority", "fifo")}
+    for policy, summary in found.items():
         totals, steps = summary.totals, len(summary.steps)
-        assert totals.compute_ns / steps == pytest.approx(profile.compute_s * 1e9, rel=0.1)
+        assert totals.compute_ns / steps == pytest.approx(captures.COMPUTE_S * 1e9, rel=0.1)
         assert totals.compute_ns + totals.exposed_ns == pytest.approx(totals.duration_ns, rel=1e-3)
-        assert sum(link.pushed_bytes for link in totals.links) / steps == pytest.approx(3 * profile.nbytes, rel=0.1)
+        pushed = sum(link.pushed_bytes for link in totals.links) / steps
+        assert pushed == pytest.approx(2 * captures.NBYTES, rel=0.1)
         assert (totals.inversions > 0.1 * totals.messages) == (policy == "fifo")
-    fast, slow = (summarize(simulated[policy]).totals.duration_ns for policy in ("priority", "fifo"))
-    assert fast < slow
-
-
-def test_repeating_the_steps_repeats_the_figures(simulated: dict[str, Capture]) -> None:
-    once, twice = summarize(simulated["priority"]), summarize(repeated(simulated["priority"], 2))
-    assert len(twice.steps) == 2 * len(once.steps)
-    assert twice.totals.compute_ns == pytest.approx(2 * once.totals.compute_ns, rel=0.02)
-    assert twice.totals.exposed_ns == pytest.approx(2 * once.totals.exposed_ns, rel=0.05)
+    assert found["priority"].totals.duration_ns < found["fifo"].totals.duration_ns
 
 
 @st.composite
-def captures(draw: st.DrawFn) -> Capture:
+def any_captures(draw: st.DrawFn) -> Capture:
     """Two workers, two pservers, any spans that name them."""
     times = st.tuples(st.integers(0, 400), st.integers(0, 100))
     spans = []
@@ -301,7 +282,7 @@ def captures(draw: st.DrawFn) -> Capture:
 
 
 @settings(max_examples=150)
-@given(captures())
+@given(any_captures())
 def test_rules_that_hold_for_every_capture(capture: Capture) -> None:
     summary = summarize(capture)
     totals = summary.totals
@@ -332,7 +313,7 @@ def test_rules_that_hold_for_every_capture(capture: Capture) -> None:
 
 
 @settings(max_examples=100)
-@given(captures(), st.integers(-(10**12), 10**12))
+@given(any_captures(), st.integers(-(10**12), 10**12))
 def test_only_differences_of_times_matter(capture: Capture, shift: int) -> None:
     moved = [one._replace(begin_ns=one.begin_ns + shift, end_ns=one.end_ns + shift) for one in capture.spans]
     shifted = summarize(Capture(capture.processes, capture.buckets, tuple(moved)))

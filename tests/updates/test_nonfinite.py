@@ -232,4 +232,4 @@ def test_skipped_steps_are_in_the_report_and_the_log(start: Start, caplog: pytes
     assert "steps skipped because of gradients that were not finite: 3 so far" in str(report)
     lines = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert len(lines) == 3
-    assert re.search(r"the gradient of \S+/kernel is not finite on rank 0 \(3 so far; docs/semantics.md", lines[-1])
+    assert re.search(r"the gradient of \S+/kernel is not finite on rank 0 \(3 so far; docs/contract.md", lines[-1])

@@ -503,4 +503,4 @@ def may_be_of_rows(value: Value) -> bool:
 @functools.cache
 def say_once(what: str) -> None:
     """Logs a warning about rows, once per process."""
-    logger.warning('tfps: %s (docs/semantics.md, "Rows that do not divide evenly")', what)
+    logger.warning('tfps: %s (docs/contract.md, "Rows that do not divide evenly")', what)

@@ -1,6 +1,6 @@
 """Random numbers: the same on all ranks where a program prepares its data, different in each replica of a step.
 
-docs/semantics.md ("Random numbers", "The same data on all ranks") says what is equal, docs/design.md why it is so.
+docs/contract.md ("Random numbers", "The same data on all ranks") says what is equal, docs/design.md why it is so.
 
 Tested in tests/integration/test_unseeded.py and tests/integration/test_semantics.py.
 """

@@ -36,8 +36,11 @@ class TableConfig:
             None: the model's.
         combiner: how ids of one example become one row: `"mean"`, `"sum"`, or `"sqrtn"`.
         placement: `"auto"` or `"default_device"`, which say the same: tfps knows no SparseCore.
-        max_ids_per_partition, max_unique_ids_per_partition: of SparseCore's buffers; they change nothing here.
-        admit_after, expire_after, max_rows: as of `tfps.layers.Embedding`, for `vocabulary_size=None`.
+        max_ids_per_partition: of SparseCore's buffers; changes nothing here.
+        max_unique_ids_per_partition: the same.
+        admit_after: as of `tfps.layers.Embedding`, for `vocabulary_size=None`.
+        expire_after: the same.
+        max_rows: the same.
 
     Raises:
         ValueError: a field is out of range.

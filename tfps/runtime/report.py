@@ -206,7 +206,7 @@ class Report:
         return [*lines, f"waiting: {waits} alone; {rows}, {dense}"]
 
     def save_profile(self, path: str | pathlib.Path) -> None:
-        """Writes the model's times and bytes as JSON, for tools/simulate.py and tools/bench.py schedule."""
+        """Writes the model's times and bytes as JSON, for the calculator of docs/size.md."""
         layers = [asdict(layer) for layer in self.layers]
         content = {"name": pathlib.Path(path).stem, "source": "recorded by Strategy.report()", "layers": layers}
         pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")

@@ -113,7 +113,7 @@ class Strategy(BaseStrategy):
             Simple, ...) with `ps` tasks; or None for `TFPS_PSERVERS` (set by `tfps_launch`), else the `ps` tasks of
             `TF_CONFIG`, else those that the processes of one mpirun or srun start, else a pserver embedded in this
             process. The chief is rank 0; an evaluator is a separate job
-            (docs/semantics.md, "Cluster").
+            (docs/contract.md, "Cluster").
         devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
         config: settings; default: a `tfps.Config` from the `TFPS_...` environment variables.
 

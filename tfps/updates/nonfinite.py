@@ -122,7 +122,7 @@ class Guard(Transfer):
     def _count(self, text: str) -> None:
         self._runtime.skipped_steps += 1
         if (count := self._runtime.skipped_steps) <= _LOGGED or count % _EVERY == 0:
-            logger.warning('tfps: %s (%d so far; docs/semantics.md, "Gradients that are not finite")', text, count)
+            logger.warning('tfps: %s (%d so far; docs/contract.md, "Gradients that are not finite")', text, count)
 
 
 _SKIPPED = "a step is skipped: the gradient of {} is not finite {}"

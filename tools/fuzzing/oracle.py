@@ -253,7 +253,7 @@ RULES = (
         "masks, sums and outputs in evaluation",
         lambda case: _several(case) and _differs_in_evaluation(case),
         "in evaluation a replica's sums, means over unmasked steps and losses of single outputs count alike "
-        "(docs/semantics.md)",
+        "(docs/contract.md)",
         without=("evaluated", "history/*/val_*loss", "seen/*/*loss"),
     ),
     Rule(

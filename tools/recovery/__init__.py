@@ -1,1 +1,1 @@
-"""Jobs whose processes are killed, stopped and started again, for tools/benchmarks/recovery.py and chaos.py."""
+"""Jobs whose processes are killed, stopped and started again, for tools/benchmarks/recovery.py."""

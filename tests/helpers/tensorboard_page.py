@@ -1,4 +1,4 @@
-"""TensorBoard as a process and its "Parameter servers" tab in a real browser, for tests, benchmarks and pictures."""
+"""TensorBoard as a process and its "Parameter servers" tab in a real browser, for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tfps.types import Argument, Json
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 90.0
 # TensorBoard runs as where TensorFlow is not installed: that saves the seconds in which it would import it.
 _START = "import sys; sys.modules['tensorboard.compat.notf'] = sys; from tensorboard.main import run_main; run_main()"

@@ -1,32 +1,24 @@
-#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
-"""Puts every message that tfps can raise into docs/troubleshooting.md, below the advice for it.
+"""Tables of every message that tfps can raise, in the places that docs/troubleshooting.md has for them.
 
-The page is written by hand, except for the tables between these two comments, which this program fills:
+tools/site_hooks.py puts them there when the site is built, below the advice that is written by hand. A place is:
 
     <!-- messages: ConnectError: no answer within | is not a tfps pserver | tfps/wire/tls.py -->
-    <!-- end -->
 
-The first one names a class and, between bars, parts of its messages (regular expressions) or modules and folders that
-make them. A message goes to the first place of its class that names a part of it, else to the first that names its
-module. A place without either takes what is left: every class needs one, so that a new message always finds a place, if
-only the general one. Prefer modules: they hold for messages that are still to come. `--check` writes nothing and fails
-unless the page is up to date.
+It names a class and, between bars, parts of its messages (regular expressions) or modules and folders that make them. A
+message goes to the first place of its class that names a part of it, else to the first that names its module. A place
+without either takes what is left: every class needs one, so that a new message always finds a place, if only the
+general one. Prefer modules: they hold for messages that are still to come.
 """
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.messages import ROOT, Message, error_classes, messages
+from tools.messages import ROOT, Message
 
-PAGE = ROOT / "docs" / "troubleshooting.md"
-PROGRAM = "tools/make_messages_page.py"
-_PLACE = re.compile(r"<!-- messages: (\w+)(?::\s(.+?))? -->\n.*?<!-- end -->\n", re.DOTALL)
+_PLACE = re.compile(r"<!-- messages: (\w+)(?::\s(.+?))? -->\n", re.DOTALL)
 
 
 class PageError(Exception):
@@ -89,37 +81,14 @@ def fill(page: str, known: Sequence[Message], classes: Sequence[str]) -> str:
         if place.parts and not held[place]:
             raise PageError(f"a message of {place.kind} must have one of {' | '.join(place.parts)}, none has")
     left = iter(found)
-    return _PLACE.sub(lambda there: _table(there[0], held[next(left)]), page)
+    return _PLACE.sub(lambda _: _table(held[next(left)]), page)
 
 
-def _table(place: str, texts: list[str]) -> str:
-    first = place.partition(" -->")[0] + " -->"
+def _table(texts: list[str]) -> str:
     rows = "".join(f"| {_code(text)} |\n" for text in sorted(texts, key=lambda text: text.strip("…'- ").lower()))
-    return f"{first}\n\n| message |\n|---|\n{rows}\n<!-- end -->\n" if rows else f"{first}\n<!-- end -->\n"
+    return f"| message |\n|---|\n{rows}" if rows else ""
 
 
 def _code(text: str) -> str:
     text = " ".join(text.replace("|", "\\|").split())
     return f"`` {text} ``" if "`" in text else f"`{text}`"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes or checks the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail unless the page is up to date")
-    parser.add_argument("--page", type=pathlib.Path, default=PAGE, metavar="FILE", help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    before = options.page.read_text(encoding="utf-8")
-    try:
-        after = fill(before, messages(), error_classes())
-    except PageError as error:
-        sys.exit(f"{PROGRAM}: {options.page}: {error}")
-    if before != after and options.check:
-        sys.exit(f"{PROGRAM}: {options.page} must be up to date; run {PROGRAM} and commit the result")
-    if before != after:
-        options.page.write_text(after, encoding="utf-8")
-    print(f"{PROGRAM}: {'up to date' if before == after else f'wrote {options.page}'}")
-
-
-if __name__ == "__main__":
-    main()

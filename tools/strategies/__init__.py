@@ -1,1 +1,0 @@
-"""The same small Keras programs under several strategies: see tools/compare_strategies.py."""
