@@ -34,9 +34,6 @@ if ! is_made_here; then
         echo "tools/venv.sh: needs Python 3.10, 3.11, 3.12 or 3.13, found ${found}; PYTHON=/path/to/python chooses one" >&2
         exit 1
     fi
-    if [[ -L .venv ]]; then
-        rm .venv # a link to an environment that others use: it is left as it is
-    fi
     echo "Making .venv with $("$python" --version) ..."
     if ! log=$("$python" -m venv --clear .venv 2>&1); then
         echo "$log" >&2
