@@ -373,3 +373,15 @@ def test_updates_between_chunks_lose_no_row_that_stays() -> None:
     assert len(set(found)) == len(found)
     assert len(stay) > 1000
     assert stay <= set(found)
+
+
+def test_time_goes_on_from_the_newest_row_in_a_job_that_counts_from_a_lower_step() -> None:
+    spec = spec_of("adagrad", 3, expire_after=5)
+    table, ids = Table(spec), int64([1])
+    initial = table.lookup(ids)
+    table.update([(ids, np.ones((1, 3), np.float32))], scalars_of(spec), 20)
+    table.follow(1)
+    table.update([], scalars_of(spec), 4)
+    assert (table.step, (table.lookup(ids) != initial).all()) == (24, True)
+    table.update([], scalars_of(spec), 5)
+    np.testing.assert_array_equal(table.lookup(ids), initial)

@@ -336,12 +336,11 @@ def _slot_from_reference(original: Function) -> Function:
     def add_variable_from_reference(
         self: Optimizer, reference_variable: Variable, name: str | None = None, *arguments: object, **options: object
     ) -> Variable:
-        remote = _remote.get(self)
-        if remote is None or name == "gradient_accumulator":
-            with scope_outside(strategy_of_optimizer(self)):  # as TensorFlow wants, wherever `build` is called
-                return original(self, reference_variable, name, *arguments, **options)
-        make = functools.partial(remote.make_slot, of_tensorflow(reference_variable), name or "var")
-        with replaced(_making, "make_slot", make):
+        make, remote = None, _remote.get(self)
+        if remote is not None and name != "gradient_accumulator":
+            make = functools.partial(remote.make_slot, of_tensorflow(reference_variable), name or "var")
+        # In the scope, as TensorFlow wants, wherever `build` is called.
+        with scope_outside(strategy_of_optimizer(self)), replaced(_making, "make_slot", make):
             return original(self, reference_variable, name, *arguments, **options)
 
     return add_variable_from_reference

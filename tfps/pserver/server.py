@@ -473,6 +473,8 @@ def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:
 
 
 def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:
+    if len(request.ids) % 8:
+        raise ProtocolError(f"ids of rows must have 8 bytes each, got {len(request.ids)} bytes")
     ids = np.frombuffer(request.ids, "<i8").astype(np.int64)
     with _held_table(job, request, meets=True) as item:
         rows = decode_rows(memoryview(request.values), len(ids), item.table.spec.dim)

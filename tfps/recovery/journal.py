@@ -278,7 +278,8 @@ class Replay(Journal):
             return
         snapshot = self.snapshots[step]
         self._forget(step)
-        self.snapshots, self.ranks = {step: snapshot}, snapshot.ranks
+        # Before the first snapshot it says whose pushes came since: another pserver may be lost before all begin anew.
+        self.snapshots, self.ranks = {step: snapshot}, snapshot.ranks if step else self.ranks
         self.given = self.replies = step
         for array, values in enumerate(snapshot.values):
             if len(values):

@@ -145,6 +145,8 @@ def _apply(
     gated = (each for each in map(of_tensorflow, trained) if isinstance(each, GatedVariable))
     first = next(gated, None)
     strategy = strategy_of_optimizer(optimizer) if first is None else first.distribute_strategy
+    if optimizer.built and isinstance(strategy, BaseStrategy):
+        adopt(optimizer, strategy)  # Nadam's `build` makes one variable more where it is called
     context = tf.distribute.get_replica_context()
     outside = isinstance(strategy, BaseStrategy) and not in_symbolic_scope()
     outside = outside and (context is None or context.strategy is not strategy)
