@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -57,21 +58,31 @@ def test_a_model_compiled_again_outside_of_the_scope_trains_as_in_plain_keras(
     assert fine_tuned(strategy, OPTIMIZERS[name]) == fine_tuned(None, OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("name", ["Adam", "ScheduleFreeAdamW"])
-def test_an_optimizer_may_be_built_outside_of_the_scope(strategy: tfps.Strategy, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "update"), [("Adam", "worker"), ("Nadam", "worker"), ("ScheduleFreeAdamW", "worker"), ("Adam", "server")]
+)
+def test_an_optimizer_may_be_built_outside_of_the_scope(
+    name: str, update: Literal["worker", "server"], caplog: pytest.LogCaptureFixture
+) -> None:
     kind = getattr(keras.optimizers, name, None)
     if kind is None:
         pytest.skip(f"this Keras has no {name}")
     weights = []
-    for each in (strategy, None):
-        keras.utils.set_random_seed(1)
-        with each.scope() if each else contextlib.nullcontext():
-            model, x, y = training.mlp()
-        model.compile(kind(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        model.optimizer.build(model.trainable_variables)
-        model.fit(x, y, batch_size=64, shuffle=False, verbose=0)
-        weights.append([np.asarray(variable.numpy()).tobytes() for variable in model.weights])
-    assert weights[0] == weights[1]
+    with contextlib.closing(tfps.Strategy(config=tfps.Config(update=update))) as strategy:
+        for each in (strategy, None):
+            keras.utils.set_random_seed(1)
+            with each.scope() if each else contextlib.nullcontext():
+                model, x, y = training.mlp()
+                if each:  # so that pservers may run it
+                    model.compile(kind(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            if not each or update == "worker":
+                model.compile(kind(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.optimizer.build(model.trainable_variables)
+            model.fit(x, y, batch_size=64, shuffle=False, verbose=0)
+            weights.append([np.asarray(variable.numpy()) for variable in model.weights])
+    for own, plain in zip(*weights, strict=True):
+        np.testing.assert_allclose(own, plain, rtol=0, atol=1e-6 if update == "server" else 0)
+    assert "runs inside the step" not in caplog.text
 
 
 def test_a_loop_may_use_an_optimizer_made_outside_of_the_scope(strategy: tfps.Strategy) -> None:

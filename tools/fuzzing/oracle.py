@@ -77,7 +77,8 @@ def _uneven(case: Case) -> bool:
 
 
 def _differs_in_evaluation(case: Case) -> bool:
-    counts_alike = case.reduction == "sum" or case.network.second_output or case.step != "Keras' train_step"
+    eager_outputs = case.network.second_output and _eager(case)
+    counts_alike = case.reduction == "sum" or eager_outputs or case.step != "Keras' train_step"
     return "masked loss" in features(case) or (counts_alike and _uneven(case))
 
 
