@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.input.caches import advice
 from tfps.keras_hooks.generators import Reading
 from tfps.types import Logs, Structure
 
@@ -113,12 +110,3 @@ def test_training_and_validation_share_one_generator_in_turns() -> None:
     model.fit(source, steps_per_epoch=2, epochs=2, verbose=0, callbacks=[seen, Within()])
     assert seen.seen == [11, (12,), 13, 14, (15,), 16]
     strategy.close()
-
-
-def test_an_error_about_a_locked_cache_says_what_to_do(tmp_path: Path) -> None:
-    open_ = iter(tf.data.Dataset.range(5).cache(str(tmp_path / "file")))
-    next(open_)
-    with pytest.raises(tf.errors.AlreadyExistsError) as error:
-        list(tf.data.Dataset.range(5).cache(str(tmp_path / "file")))
-    assert "delete the lock file" in advice(str(error.value))
-    assert not advice("another error")

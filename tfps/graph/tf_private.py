@@ -181,7 +181,6 @@ try:
     for _spec in (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec):
         needs(_spec, "_batch", "_unbatch")
     needs(tf.data.Dataset, "_functions", "_inputs")  # see functions_of, inputs_of
-    needs(dataset_ops, "UnaryUnchangedStructureDataset")
     needs(op_def_registry, "get")
     needs(flat_map_op, "_FlatMapDataset")
     needs(flat_map_op._FlatMapDataset, "_map_func")
@@ -448,11 +447,15 @@ def in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset`, whose parallel ops yield elements in the order in which they would without others."""
     options = tf.data.Options()
     options.deterministic = True
+    return as_long_as(dataset, _InOrder(dataset).with_options(options))
+
+
+def as_long_as(dataset: tf.data.Dataset, made: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `made`, which has as many elements as `dataset`, of which it is made, but does not show it."""
     known = int(dataset.cardinality())
-    ordered = _InOrder(dataset).with_options(options)
     if known == tf.data.experimental.UNKNOWN_CARDINALITY:
-        return ordered
-    return ordered.apply(tf.data.experimental.assert_cardinality(known))
+        return made
+    return made.apply(tf.data.experimental.assert_cardinality(known))
 
 
 def outer_graphs(graph: tf.Graph) -> list[tf.Graph]:

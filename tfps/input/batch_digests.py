@@ -33,12 +33,12 @@ class BatchDigests:
     """Takes digests of the batches that each iterator over one dataset makes. Thread-safe.
 
     Args:
-        sames: for each component of a batch (a composite tensor is one) whether ranks must have it alike.
+        sames: for each tensor with bytes in a batch, composite ones expanded, whether ranks must have it alike.
         every: a digest is taken of the batches number 0, `every`, 2 `every`, ... of each iterator.
     """
 
     def __init__(self, sames: Sequence[Same], every: int) -> None:
-        self.sames, self._every = list(sames), every
+        self._sames, self._every = sames, every
         self._lock = threading.Lock()  # guards all below
         self._waiting = 0  # readers that wait for their first batch
         self._several = False  # so that it is not known whose an iterator is
@@ -52,17 +52,17 @@ class BatchDigests:
         def note(iterator: Array, batch: Array, *tensors: Array) -> np.int64:
             number = int(iterator) if batch else self._number()
             if number in self._digests:
-                found = digest(tensors, self.sames)
+                found = digest(tensors, self._sames)
                 with self._lock:
                     if (own := self._digests.get(number)) is not None:
                         own[int(batch)] = found
             return np.int64(number)
 
         def look(*batch: Structure) -> tf.Tensor:
-            keys, zeros = tf.constant([0, 1], tf.int64), tf.zeros([2], tf.int64)
+            keys, zero = tf.constant([0, 1], tf.int64), tf.constant(0, tf.int64)
             # The kernel of this op, which owns the table, belongs to the iterator.
             table = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64)
-            values = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=keys, default_value=zeros[0])
+            values = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=keys, default_value=zero)
             count, iterator = tf.unstack(tf.ensure_shape(values, [2]))
             iterator = tf.cond(
                 tf.equal(count % self._every, 0),
@@ -109,7 +109,7 @@ class BatchDigests:
 
     def of_whole(self, batch: Structure) -> int:
         """Returns the digest of a batch that all ranks make."""
-        return digest([each.numpy() for each in _flat(batch)], self.sames)
+        return digest([each.numpy() for each in _flat(batch)], self._sames)
 
     def _number(self) -> int:
         with self._lock:

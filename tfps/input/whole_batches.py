@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError, to_text
 from tfps.graph.rows import UNKNOWN, rows_of
-from tfps.graph.tf_private import paths_of
+from tfps.graph.tf_private import as_long_as, paths_of
 from tfps.types import Structure
 
 _WITH_ROWS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
@@ -70,9 +70,7 @@ def filtered(dataset: tf.data.Dataset, *predicates: Predicate) -> tf.data.Datase
                 found = tf.logical_and(found, each(*batch))
         return found
 
-    known, unknown = int(dataset.cardinality()), tf.data.experimental.UNKNOWN_CARDINALITY
-    watched = dataset.filter(look)
-    return watched if known == unknown else watched.apply(tf.data.experimental.assert_cardinality(known))
+    return as_long_as(dataset, dataset.filter(look))
 
 
 def _refused(sizes: Sequence[str], names: Sequence[str]) -> str:

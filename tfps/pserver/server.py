@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import grpc
-import numpy as np
 from google.protobuf.message import Message
 
 from tfps import __version__
@@ -39,7 +38,7 @@ from tfps.pserver.job import Job, Session
 from tfps.pserver.regrouping import Meetings
 from tfps.pserver.slices import OwnedSlice
 from tfps.pserver.table_slice import TableSlice
-from tfps.tables.messages import decode_rows
+from tfps.tables.messages import decode_plain_ids, decode_rows
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
@@ -473,10 +472,8 @@ def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:
 
 
 def _put_rows(job: Job, request: pb.PutRowsRequest) -> None:
-    if len(request.ids) % 8:
-        raise ProtocolError(f"ids of rows must have 8 bytes each, got {len(request.ids)} bytes")
-    ids = np.frombuffer(request.ids, "<i8").astype(np.int64)
     with _held_table(job, request, meets=True) as item:
+        ids = decode_plain_ids(request.ids)
         rows = decode_rows(memoryview(request.values), len(ids), item.table.spec.dim)
         item.assign(Assign(request.bucket, request.step, ids, rows, request.id), request.rank)
 

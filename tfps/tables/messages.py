@@ -120,6 +120,13 @@ def decode_some(data: memoryview, asked: int, dim: int) -> tuple[NDArray[np.bool
     return chosen, decode_rows(data[size + -size % _ALIGNED :], int(chosen.sum()), dim)
 
 
+def decode_plain_ids(data: bytes) -> Ids:
+    """Ids in any order, of 8 bytes each. ProtocolError: these are none."""
+    if len(data) % 8:
+        raise ProtocolError(f"ids of rows must have 8 bytes each, got {len(data)} bytes")
+    return np.frombuffer(data, "<i8").astype(np.int64)
+
+
 def decode_rows(data: memoryview, count: int, dim: int) -> Floats:
     """`count` rows of `dim` floats, [count, dim], where they are."""
     if len(data) != 4 * count * dim:
