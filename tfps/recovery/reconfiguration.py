@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tfps.errors import ConnectError, PserverLostError, TfpsError, WaitTimeoutEr
 from tfps.exchange.interface import Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.recovery import machine
-from tfps.recovery.core import Core
+from tfps.recovery.core import Core, ElasticBucket
 from tfps.recovery.declarations import Declarations
 from tfps.recovery.facets import ElasticPeers
 from tfps.recovery.joining import ElasticJoining
@@ -29,7 +29,6 @@ from tfps.recovery.journal import Push, packed, unpacked
 from tfps.recovery.machine import LATER, Effect, Event, Failed, Missed
 from tfps.recovery.pushing import Pushing
 from tfps.recovery.rendezvous import meet
-from tfps.recovery.replay import Replaying
 from tfps.recovery.tables import ElasticTables
 from tfps.recovery.workers import MOST_CONNECT_S, PAUSE_S, Workers
 from tfps.worker.worker import Worker
@@ -45,13 +44,12 @@ class Reconfiguration:
         core: Core,
         workers: Workers,
         declarations: Declarations,
-        replaying: Replaying,
         pushing: Pushing,
         tables: ElasticTables,
         peers: ElasticPeers,
         joining: ElasticJoining,
     ) -> None:
-        self._core, self._workers, self._declarations, self._replaying = core, workers, declarations, replaying
+        self._core, self._workers, self._declarations = core, workers, declarations
         self._pushing, self._tables, self._peers, self._joining = pushing, tables, peers, joining
         self._first = core.worker.first_incarnation
         self._answered: list[tuple[Push, Reply]] = []  # by the session that was restored last
@@ -191,7 +189,7 @@ class Reconfiguration:
                 new.declare(specs, details)
             new.joining.tries_out, self._answered = self._joining.tries_out, []
         with core.changed:
-            core.deliver(machine.Restored(session, self._replaying.behind()))
+            core.deliver(machine.Restored(session, self._behind()))
             if core.worker is new:
                 self._declarations.count = new.declarations
                 core.ended.difference_update(new.view.ranks)
@@ -205,7 +203,7 @@ class Reconfiguration:
             lost=set(range(view.workers)).difference(view.ranks, self._joining.admitting),
             silent=old.presence.silent,
             declarations=self._declarations.count,
-            buckets=self._replaying.report(),
+            buckets=[_report(bucket, view.ranks) for bucket in self._core.buckets],
             reason=reason,
         )
 
@@ -219,7 +217,7 @@ class Reconfiguration:
         new.resume(specs[: len(decided)], [each.step - each.HasField("giver") for each in decided])
         for number, each in enumerate(decided):
             new.take_residual(number, old, each.step)
-        self._replaying.restore(new, decision)
+        self._write_parts(new, decision)
         for counter, known in self._peers.drawn.items():
             new.follow(counter, known)
         new.resume_lines(lines)  # from then on all ranks have written their parts
@@ -245,6 +243,29 @@ class Reconfiguration:
             self._core.ended.update(set(old.places).difference(old.view.ranks))
             self._joining.expected = list(decision.expected)
         return answered
+
+    def _write_parts(self, new: Worker, decision: pb.Decision) -> None:
+        """Gives `new`, which goes on as all have decided, this rank's part of what pservers keep."""
+        for number, bucket in enumerate(self._core.buckets):  # others declare again those that not all have
+            each = decision.buckets[number] if number < len(decision.buckets) else pb.BucketDecision()
+            if bucket.gone:
+                each = pb.BucketDecision(step=each.step, unrecoverable=True)
+            bucket.gone = each.unrecoverable
+            if (kept := bucket.kept) is not None:
+                if kept.replay is None:  # ranks step apart: all go on with the number of the first
+                    bucket.replies = each.step
+                if kept.files is not None and each.folder and not each.unrecoverable:
+                    kept.files.read(each.folder, new.tables.load(kept.files.load(each.step, each.folder)))
+                for write in kept.resume(each, tuple(decision.ranks), bucket.pushes):
+                    new.state.write(number, *write)
+            bucket.begun = bucket.asked
+
+    def _behind(self) -> frozenset[int]:
+        """The buckets of which pushes are given again, which wait from now on. Caller holds the core's lock."""
+        core = self._core
+        for bucket in core.buckets:
+            bucket.behind = (bucket.log is not None and not core.is_candidate) or (bucket.gone and bool(bucket.pushes))
+        return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.behind)
 
     def _use(self, session: int) -> None:
         core, new = self._core, self._core.sessions[session]
@@ -315,3 +336,12 @@ class Reconfiguration:
             if reply.error is not None:
                 raise reply.error
         return {number: unpacked(replies[number], result) for number, result in results.items()}
+
+
+def _report(bucket: ElasticBucket, everybody: Sequence[int]) -> pb.BucketReport:
+    """What this worker has of a bucket."""
+    last = sorted(bucket.last.ranks)
+    report = pb.BucketReport(step=bucket.replies, last=last if last != list(everybody) else ())
+    if bucket.kept is not None:
+        bucket.kept.report(report)
+    return report

@@ -6,27 +6,29 @@ Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from tfps.exchange.interface import OnReply, Reply, Wait, declared
-from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows, later
-from tfps.recovery.core import Core
+from tfps.exchange.interface import OnReply, Reply, Tables, Wait, declared
+from tfps.exchange.requests import Assign, Load, Lookup, R, RowUpdate, Save, SavedRows, later
+from tfps.recovery.core import Core, saved_by
 from tfps.recovery.journal import Push
 from tfps.recovery.pushing import Pushing
 from tfps.recovery.rows import Asked, RowsPush
-from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
 
+_T = TypeVar("_T")
 _NOTHING = np.empty(0, np.uint8)
 
 
 class ElasticTables:
     """See `Tables`."""
 
-    def __init__(self, core: Core, pushing: Pushing, snapshots: Snapshots) -> None:
-        self._core, self._pushing, self._snapshots = core, pushing, snapshots
+    def __init__(self, core: Core, pushing: Pushing) -> None:
+        self._core, self._pushing = core, pushing
 
     def lookup(self, request: Lookup, on_reply: OnReply) -> None:
         bucket, asked = declared(self._core.buckets, request.table), Asked(request, on_reply)
@@ -121,7 +123,24 @@ class ElasticTables:
         return self._core.call(save)
 
     def load(self, request: Load) -> SavedRows:
-        return self._snapshots.replace(request, lambda tables, own: tables.load(own))
+        return self._replace(request, lambda tables, own: tables.load(own))
 
     def assign(self, request: Assign) -> None:
-        self._snapshots.replace(request, lambda tables, own: tables.assign(own))
+        self._replace(request, lambda tables, own: tables.assign(own))
+
+    def _replace(self, request: R, what: Callable[[Tables, R], _T]) -> _T:
+        """Replaces rows and takes a snapshot of that, both again if a pserver is lost meanwhile."""
+        core, bucket = self._core, declared(self._core.buckets, request.table)
+
+        def replace(worker: Worker) -> _T:
+            core.check_there(request.table)
+            own = later(request, bucket.ahead)
+            found, kept, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks
+            if kept is not None and kept.files is not None:
+                saved = saved_by(worker, kept.files.save(own.step)) if core.rank == ranks[0] else None
+                with core.changed:
+                    core.check_current(worker)
+                    kept.replaced(ranks, saved)
+            return found
+
+        return core.call(replace)
