@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 import threading
+from collections.abc import Sequence
 
 import jobs
 import numpy as np
 import pytest
 from jobs import Cluster, Failed, bucket, poll, push, summed
-from moving import CONFIG, GRADIENT, ITEMS, SPECS, TOTAL, WORDS, Job, deafening, lose_an_answer
+from moving import CONFIG, GRADIENT, ITEMS, PATHS, SPECS, TOTAL, WORDS, Job, deafening, lose_an_answer
+from rich.console import Console
 
 from tfps.config import Security
 from tfps.errors import (
@@ -22,11 +26,13 @@ from tfps.errors import (
 )
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import regrouping
+from tfps.pserver.console import Watcher, table
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.machine import Phase
 from tfps.recovery.reconfiguration import Reconfiguration
 from tfps.types import Argument
+from tfps.worker.worker import Worker
 
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1], [1, 2]])
@@ -163,6 +169,45 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     wakes.set()
     assert isinstance(failed.wait(), WorkerLostError)
     assert "went on without this one" in str(failed.wait())
+
+
+def shown(server: ParameterServer) -> str:
+    """What `tfps_pserver --status` shows."""
+    watcher = Watcher(server.address)
+    with contextlib.closing(watcher):
+        look = watcher.look(0.01)
+    assert look is not None
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(table(look))
+    return captured.get()
+
+
+@PATHS
+def test_a_pserver_shows_for_whom_workers_wait_that_have_lost_another_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, comes, writes = Job(cluster, pservers=2), threading.Event(), threading.Event()
+    meet, resume_lines = Reconfiguration._meet, Worker.resume_lines
+
+    def meets(self: Reconfiguration, *arguments: Argument) -> pb.Decision:
+        assert self._core.rank != 2 or comes.wait(jobs.DEADLINE_S)
+        return meet(self, *arguments)
+
+    def resumes(worker: Worker, lines: Sequence[str]) -> None:
+        assert worker.rank != 2 or writes.wait(jobs.DEADLINE_S)
+        resume_lines(worker, lines)
+
+    monkeypatch.setattr(Reconfiguration, "_meet", meets)
+    monkeypatch.setattr(Worker, "resume_lines", resumes)
+    left, lost = job.servers
+    lost.stop(0)
+    poll(lambda: re.search(r"\nrendezvous: .*; rank 0, 1 here, waits for rank 2 *\n", shown(left)) is not None)
+    comes.set()
+    poll(lambda: "\nrestoring: waits for rank 2 (" in shown(left))
+    writes.set()
+    job.step()
+    assert "job running: 3 of 3 workers" in shown(left)
 
 
 def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:

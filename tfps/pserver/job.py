@@ -242,7 +242,7 @@ class Job:
 
     def status(self) -> pb.StatusReply:
         """The job's part of a status. Streams keep running, so their numbers may be a slice apart."""
-        job, members, state = self._state, self._state.roster, "running"
+        job, members, state, reason = self._state, self._state.roster, "running", str(self._state.failure or "")
         with job.changed:
             if job.failure is not None:
                 state = "failed"
@@ -250,6 +250,9 @@ class Job:
                 state = "idle"
             elif members.ending:
                 state = "ending"
+            elif members.resumed is not None and not members.restored:
+                late = self.declarations.undeclared()
+                state, reason = "restoring", f"waits for {', '.join(late)}" if late else "workers write what they keep"
             elif members.not_streaming():
                 state = "joining"
             slices = dict.fromkeys(item for _, item in job.shard.slices())  # a table may be that of two buckets
@@ -259,7 +262,7 @@ class Job:
                 job=present[0][1].applicant.job if present else "",
                 workers=members.view.workers,
                 state=state,
-                reason=str(job.failure or ""),
+                reason=reason,
                 generation=members.view.generation,
                 present=members.view.ranks,
                 changes=members.changes,
