@@ -74,7 +74,6 @@ class ElasticBucket:
     behind: bool = False  # whether they wait until pushes have been given again
     asked: int = -1  # the newest step that has asked for rows to train them,
     begun: int = -1  # and when pservers changed last
-    added: int = 0  # how many steps the program has added
     ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
 
     @property

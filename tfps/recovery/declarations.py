@@ -71,7 +71,7 @@ class Declarations:
                 )
             if kept is not None and spec.replaces is not None:  # it goes on with the rows of another one
                 old = core.buckets[spec.replaces]
-                bucket.added, bucket.ahead = old.added, old.ahead
+                bucket.ahead = old.ahead
                 if old.kept is not None:
                     kept.follow(old.kept)
                 old.kept = None

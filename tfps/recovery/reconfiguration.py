@@ -229,7 +229,7 @@ class Reconfiguration:
             new.peers.quiesce()
         new.knows_as(old)
         # Nothing fails from here on.
-        answered = self._tables.drop_given()
+        answered = self._tables.drop_given(old)
         for number, last in found.items():
             bucket = self._core.buckets[number]
             with bucket.lock:

@@ -89,27 +89,24 @@ class ElasticTables:
         self.lookup(request, on_reply)
 
     def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
-        bucket = declared(self._core.buckets, request.table)
-        with bucket.lock:
-            bucket.added = request.step + 1
-            self._pushing.put(request.table, RowsPush(None, on_reply, update=request))
+        self._pushing.put(request.table, RowsPush(None, on_reply, update=request))
 
-    def drop_given(self) -> list[tuple[Push, Reply]]:
+    def drop_given(self, old: Worker) -> list[tuple[Push, Reply]]:
         """Drops gradients that pservers may have had, in other modes than "sync", and counts steps as they do now.
 
-        Returns them, which are answered once all goes on.
+        Returns them, which are answered once all goes on. `old` has begun all steps but those that it refused at its
+        end.
         """
         answered: list[tuple[Push, Reply]] = []
-        for bucket in self._core.buckets:
+        for number, bucket in enumerate(self._core.buckets):
             if (kept := bucket.kept) is None or kept.files is None or kept.replay is not None:
                 continue
             with bucket.lock:
                 given = kept.dropped(bucket.pushes)
-                waiting = [push for push in bucket.pushes if push not in given]
-                bucket.pushes.clear()
-                bucket.pushes.extend(waiting)
-                first = waiting[0].update.step if waiting and isinstance(waiting[0], RowsPush) else bucket.added
-                bucket.ahead = bucket.replies - first
+                for push in given:
+                    bucket.pushes.remove(push)
+                begun = [push.update.step + 1 for push in given if isinstance(push, RowsPush)]
+                bucket.ahead = bucket.replies - max(old.state.steps(number) - bucket.ahead, *begun, 0)
             answered += [(push, Reply(sum=_NOTHING, step=bucket.replies)) for push in given]
         return answered
 
