@@ -104,9 +104,7 @@ class Job:
         """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
         state, roster = self._state, self._state.roster
         with state.changed:
-            joins = (
-                roster.takes_candidates and config.min_workers is not None and applicant.rank in (None, *roster.lost)
-            )
+            joins = roster.takes_candidates and config.elastic and applicant.rank in (None, *roster.lost)
             if joins and not config.takes_newcomers:
                 raise UnsupportedError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
@@ -115,13 +113,9 @@ class Job:
             first = not roster.members
             member = roster.join(applicant, time.monotonic())
             if first:
-                view, index, roster.least = (
-                    roster.view,
-                    applicant.pserver_index,
-                    config.min_workers,
-                )
+                view, index, roster.least = roster.view, applicant.pserver_index, config.min_workers
                 state.shard = Shard(config, view, index, state.recorder, state.max_memory, state.tell_set)
-                if config.min_workers is not None and not self._beats:
+                if config.elastic and not self._beats:
                     self._beats = True
                     Heartbeat("tfps-heartbeat", self.elastic.beat)
                 state.log(f"begins: {member} is the first of {view.workers} workers")

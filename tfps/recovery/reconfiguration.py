@@ -172,7 +172,7 @@ class Reconfiguration:
         """Meets the others; those pservers that `old` has just waited for are not asked in the first attempt."""
         silent, old.silent_pservers = old.silent_pservers, set()
         report = self._report(old, old.view.generation if generation is None else generation, reason)
-        about = old.uid, self._first, old.rank, old.view.workers
+        about = old.uid, self._first, old.rank, old.view
         decision = meet(self._workers.addresses, self._workers.security, *about, report, silent)
         self._workers.add_addresses(decision.pservers)
         return decision

@@ -120,7 +120,7 @@ class Worker:
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
-            if config.min_workers is not None:
+            if config.elastic:
                 Heartbeat("tfps-heartbeat", self._beat)
             join_s = deadline_s if resumed is None else min(deadline_s, time.monotonic() + _REJOIN_S)
             self._join(job, workers or 0, join_s, resumed)
