@@ -40,7 +40,7 @@ class Cut:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Job, apart: Callable[[int, str], bool]) -> None:
         self.healed, self.kept = threading.Event(), list[Worker]()
-        ranks = {worker.core.worker.uid: worker.rank for worker in job.workers}
+        ranks = {worker.core.worker.client.uid: worker.rank for worker in job.workers}
         ask, leave, hang_up = rendezvous._ask, PserverClient.leave, Worker._hang_up
 
         def asks(address: str, security: Argument, uid: str, *rest: Argument) -> rendezvous._Found:

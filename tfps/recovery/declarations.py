@@ -23,7 +23,7 @@ class Declarations:
 
     def __init__(self, core: Core, run: str) -> None:
         self._core, self._run = core, run
-        self.count = core.worker.declarations
+        self.count = core.worker.client.declarations
         self.lines: list[str] = []  # details of declarations without buckets, in order
         self.latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()
         self.tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this candidate has declared
@@ -35,8 +35,8 @@ class Declarations:
             ids = worker.declare(specs, details, stop)
             with self._core.changed:
                 self._core.check_current(worker)  # else it declares again, with the next ones
-                if worker.declarations != self.count:  # else the job had declared it before this worker came
-                    self.count, self.latest = worker.declarations, (specs, details)
+                if worker.client.declarations != self.count:  # else the job had declared it before this worker came
+                    self.count, self.latest = worker.client.declarations, (specs, details)
                 self.lines += [] if specs else list(details)
                 self.tried += [(specs, details)] if worker.joining.candidate else []
                 self._know(worker)
@@ -50,7 +50,7 @@ class Declarations:
         with core.changed:
             core.check_current(worker)  # else it asks again
             core.deliver(Joined())
-            self.lines, self.count = list(lines), worker.declarations
+            self.lines, self.count = list(lines), worker.client.declarations
             self._know(worker)
             for number, bucket in enumerate(core.buckets):
                 bucket.replies = worker.state.steps(number)

@@ -49,7 +49,7 @@ class ElasticExchange:
         makes = Workers(pservers, job, config, recorder, lambda address: to_do.put(Offered(address)))
         worker = makes.first(rank, workers)
         self.core = core = Core(config, worker, to_do)
-        self._declarations = Declarations(core, run_of(worker.first_incarnation))
+        self._declarations = Declarations(core, run_of(worker.client.first_incarnation))
         self._pushing = Pushing(core)
         self.info, self.state, self.peers = ElasticInfo(core), ElasticState(core, self._pushing), ElasticPeers(core)
         self.tables = ElasticTables(core, self._pushing)

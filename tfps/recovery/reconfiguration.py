@@ -51,7 +51,7 @@ class Reconfiguration:
     ) -> None:
         self._core, self._workers, self._declarations = core, workers, declarations
         self._pushing, self._tables, self._peers, self._joining = pushing, tables, peers, joining
-        self._first = core.worker.first_incarnation
+        self._first = core.worker.client.first_incarnation
         self._answered: list[tuple[Push, Reply]] = []  # by the session that was restored last
         self._thread = threading.Thread(target=self._run, name="tfps-recovery", daemon=True)
         self._thread.start()
@@ -148,7 +148,7 @@ class Reconfiguration:
         with self._core.changed:
             worker = self._core.worker
         if self._can_move() and self._core.config.applies_each_push:  # ranks step apart: others may not have theirs yet
-            worker.meet(timeout_s)
+            worker.client.admit((), timeout_s)  # returns once all ranks have called it
         return self._can_move() and self._core.worker is worker
 
     # Other pservers
@@ -172,7 +172,7 @@ class Reconfiguration:
         """Meets the others; those pservers that `old` has just waited for are not asked in the first attempt."""
         silent, old.silent_pservers = old.silent_pservers, set()
         report = self._report(old, old.view.generation if generation is None else generation, reason)
-        about = old.uid, self._first, old.rank, old.view
+        about = old.client.uid, self._first, old.rank, old.view
         decision = meet(self._workers.addresses, self._workers.security, *about, report, silent)
         self._workers.add_addresses(decision.pservers)
         return decision
@@ -191,7 +191,7 @@ class Reconfiguration:
         with core.changed:
             core.deliver(machine.Restored(session, self._behind()))
             if core.worker is new:
-                self._declarations.count = new.declarations
+                self._declarations.count = new.client.declarations
                 core.ended.difference_update(new.view.ranks)
                 core.sessions = {number: each for number, each in core.sessions.items() if number >= session}
 
@@ -216,7 +216,7 @@ class Reconfiguration:
         lines = lines[: len(lines) - len(details)] if ahead and not latest else lines
         new.resume(specs[: len(decided)], [each.step - each.HasField("giver") for each in decided])
         for number, each in enumerate(decided):
-            new.take_residual(number, old, each.step)
+            new.pushes.take_residual(number, old.pushes, each.step)
         self._write_parts(new, decision)
         for counter, known in self._peers.drawn.items():
             new.follow(counter, known)
@@ -227,7 +227,7 @@ class Reconfiguration:
             new.declare(latest, details)  # the others do so now, again
         if self._core.quiesced and not lacking:
             new.peers.quiesce()
-        new.knows_as(old)
+        new.joining.known = old.joining.known
         # Nothing fails from here on.
         answered = self._tables.drop_given(old)
         for number, last in found.items():
