@@ -12,7 +12,7 @@ import jobs
 import numpy as np
 import pytest
 from jobs import Cluster, Failed, bucket, poll, push, summed
-from moving import CONFIG, GRADIENT, ITEMS, PATHS, SPECS, TOTAL, WORDS, Job, deafening, lose_an_answer
+from moving import CONFIG, GRADIENT, ITEMS, PATHS, SPECS, TOTAL, WORDS, Job, deafening, lose_an_answer, unawaited
 from rich.console import Console
 
 from tfps.config import Security
@@ -25,7 +25,6 @@ from tfps.errors import (
     WorkerLostError,
 )
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver import regrouping
 from tfps.pserver.console import Watcher, table
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
@@ -140,10 +139,10 @@ def test_a_pserver_joins_only_where_it_can(cluster: Cluster) -> None:
 
 
 def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with their host; the others meet, and wait for it for a while."""
-    monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
+    """As with their host; the others meet, and do not wait for it any more."""
     job = Job(cluster)
     job.step()
+    unawaited(monkeypatch).add(2)
     meet, wakes = Reconfiguration._meet, threading.Event()
 
     def sleeps(self: Reconfiguration, *arguments: Argument) -> pb.Decision:
@@ -189,6 +188,7 @@ def test_a_pserver_shows_for_whom_workers_wait_that_have_lost_another_one(
 ) -> None:
     job, comes, writes = Job(cluster, pservers=2), threading.Event(), threading.Event()
     meet, resume_lines = Reconfiguration._meet, Worker.resume_lines
+    unawaited(monkeypatch)
 
     def meets(self: Reconfiguration, *arguments: Argument) -> pb.Decision:
         assert self._core.rank != 2 or comes.wait(jobs.DEADLINE_S)
@@ -222,11 +222,10 @@ def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:
 
 
 def test_without_any_pserver_the_job_ends_by_name(cluster: Cluster) -> None:
-    job = Job(cluster, config=dataclasses.replace(CONFIG, rejoin_timeout_s=0.5))
+    job = Job(cluster, pservers=1, config=dataclasses.replace(CONFIG, rejoin_timeout_s=0.5))
     failed = [Failed(worker) for worker in job.workers]
     pushed = job.begin(GRADIENT, 2)
-    for server in job.servers:
-        server.stop(0)
+    job.servers[0].stop(0)
     for each in failed:
         assert "could not go on with other pservers within 0.5 s (rejoin_timeout_s): no pserver of" in str(each.wait())
     assert isinstance(pushed[0][0].error(), PserverLostError)
