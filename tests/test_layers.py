@@ -18,7 +18,6 @@ LARGE = {
     "Extended",  # overrides what TensorFlow asks a strategy, in one class
     "GatedVariable",  # overrides what TensorFlow asks a variable, in one class
     "OuterOptimizer",  # a step of a fragment, traced and on the host: one protocol
-    "Worker",  # the exchange's interface, each method a delegation
 }
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "protos" not in path.relative_to(PACKAGE).parts)

@@ -201,10 +201,15 @@ class Config:
     tls_key: str = ""
 
     @property
+    def elastic(self) -> bool:
+        """Whether the job goes on when workers are lost."""
+        return self.min_workers is not None
+
+    @property
     def outlives_pservers(self) -> bool:
         """Whether workers go on with other pservers when one is lost: they must have what it keeps."""
         keeps_nothing = (self.mode, self.update) == ("sync", "worker")
-        return self.min_workers is not None and (keeps_nothing or self.snapshot_steps is not None)
+        return self.elastic and (keeps_nothing or self.snapshot_steps is not None)
 
     @property
     def takes_newcomers(self) -> bool:
@@ -259,14 +264,14 @@ class Config:
                 f"snapshot_folder is for snapshot_steps: give both, got snapshot_folder={self.snapshot_folder!r} alone"
             )
         if self.snapshot_folder and (mode, update) == ("sync", "worker"):
-            if self.min_workers is None or self.quorum != 1:
+            if not self.elastic or self.quorum != 1:
                 raise ConfigError(
                     f"snapshot_folder is for min_workers without a quorum, got min_workers={self.min_workers!r} and "
                     f"quorum={self.quorum!r}"
                 )
         elif self.snapshot_steps is not None:
             keeps = mode in _LOCAL_MODES or update == "server"
-            if not keeps or (self.min_workers is None, self.compression, self.quorum) != (False, "none", 1):
+            if not keeps or (self.elastic, self.compression, self.quorum) != (True, "none", 1):
                 raise ConfigError(
                     "snapshot_steps is for min_workers with update='server', or with mode='diloco' or 'local', without "
                     f"compression or quorum, got min_workers={self.min_workers!r}, mode={mode!r}, update={update!r}, "

@@ -249,7 +249,7 @@ def test_fixed_sizes_are_never_changed(cluster: Cluster) -> None:
 )
 def test_a_malformed_layout_is_refused(cluster: Cluster, layout: pb.Layout, rule: str) -> None:
     (worker,) = job(cluster, 1, 1)
-    request = pb.TuneRequest(incarnation=worker._client.membership.incarnation, rank=0, layout=layout)
+    request = pb.TuneRequest(incarnation=worker.client.membership.incarnation, rank=0, layout=layout)
     with pytest.raises(ProtocolError, match=rule):
         worker._pservers[0].call("Tune", request, DEADLINE_S)
     train(worker, range(2))
@@ -363,7 +363,7 @@ def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster
     assert (tuner._ask, tuner._most) == (True, MAX_TUNED_GRPC_BYTES)
 
     def told() -> list[Throughput]:
-        seen = members[0]._client.members(DEADLINE_S)
+        seen = members[0].client.members(DEADLINE_S)
         return [Throughput(m.busy_bytes, m.busy_s) for each in seen for m in each if m.rank == 1]
 
     def measured() -> bool:

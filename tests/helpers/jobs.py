@@ -352,7 +352,7 @@ def python(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str
 def overdue(worker: Worker, missing: int, bucket: int = 0) -> None:
     """Makes a push of `bucket` last too long, as soon as its pservers say that they wait for rank `missing` alone."""
     target = worker._buckets[bucket]
-    request = pb.WaitingRequest(incarnation=worker._client.membership.incarnation, rank=worker.rank, bucket=bucket)
+    request = pb.WaitingRequest(incarnation=worker.client.membership.incarnation, rank=worker.rank, bucket=bucket)
 
     def said(pserver: int) -> bool:
         ranks = worker._pservers[pserver].call("Waiting", request, DEADLINE_S).missing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jobs
 import numpy as np
@@ -15,6 +15,9 @@ from tfps.config import Config, Security
 from tfps.errors import PserverLostError, TfpsError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
+from tfps.membership.decision import decide
+from tfps.protos import tfps_pb2 as pb
+from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.exchange import ElasticExchange
@@ -143,6 +146,18 @@ def refused(push: Callable[[], Pending]) -> Exception:
         return push().error()
     except TfpsError as error:
         return error
+
+
+def unawaited(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Ranks for which workers that meet do not wait: none yet. They wait for all others, however long that takes."""
+    ranks = set[int]()
+
+    def decides(reports: Mapping[int, pb.Report], waited: bool, known: bool) -> pb.Decision | None:
+        awaited = set[int]().union(*(report.ranks for report in reports.values())) - ranks
+        return decide(reports, awaited <= reports.keys(), known)
+
+    monkeypatch.setattr(regrouping, "decide", decides)
+    return ranks
 
 
 Deaf = Callable[[ElasticExchange], None]

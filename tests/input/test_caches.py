@@ -12,15 +12,16 @@ import pytest
 import tensorflow as tf
 
 from tfps.input.caches import advice, cache_apart, reads_whole
+from tfps.membership.view import View
 from tfps.strategy.patches import install_all
 
 
 @pytest.fixture(autouse=True)
 def _worker_1_of_2() -> Iterator[None]:
     install_all()
-    cache_apart(1, 2, changes=False)
+    cache_apart(1, View.first(2), changes=False)
     yield
-    cache_apart(0, 1, changes=False)
+    cache_apart(0, View.first(1), changes=False)
 
 
 def test_a_worker_writes_a_file_of_its_own_and_reads_it_again(tmp_path: Path) -> None:
@@ -32,11 +33,11 @@ def test_a_worker_writes_a_file_of_its_own_and_reads_it_again(tmp_path: Path) ->
 
 
 def test_a_file_that_one_process_has_filled_is_read_but_not_one_that_it_is_filling(tmp_path: Path) -> None:
-    cache_apart(0, 1, changes=False)
+    cache_apart(0, View.first(1), changes=False)
     alone = tf.data.Dataset.range(5).cache(str(tmp_path / "file"))
     fills = iter(alone)
     next(fills)
-    cache_apart(1, 2, changes=False)
+    cache_apart(1, View.first(2), changes=False)
     assert not reads_whole(tf.data.Dataset.range(7).cache(str(tmp_path / "file")))
     list(fills)
     cached = tf.data.Dataset.range(7).cache(str(tmp_path / "file")).shuffle(9).batch(2)
@@ -53,7 +54,7 @@ def test_a_cache_in_memory_stays_there(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_where_the_number_of_workers_changes_the_file_does_not_depend_on_it(tmp_path: Path) -> None:
-    cache_apart(1, 2, changes=True)
+    cache_apart(1, View.first(2), changes=True)
     list(tf.data.Dataset.range(5).cache(str(tmp_path / "file")))
     assert (tmp_path / "file.1.index").exists()
 

@@ -93,7 +93,7 @@ def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster:
     worker = cluster.worker([server.address], config=TCP)
     worker.declare([SUM])
     with pytest.raises(ConnectError, match="has a stream already"):
-        dial(server.address, data_port(server), JobToken(), worker._client.membership.incarnation, 0, jobs.DEADLINE_S)
+        dial(server.address, data_port(server), JobToken(), worker.client.membership.incarnation, 0, jobs.DEADLINE_S)
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
 
 

@@ -103,7 +103,7 @@ def test_the_token_shows_nowhere(files: dict[str, str]) -> None:
             worker.declare([SUM])
             worker.captures.start()
             still_sums(worker)
-            membership, pserver = worker._client.membership, worker._pservers[0]
+            membership, pserver = worker.client.membership, worker._pservers[0]
             seen += map(repr, [config, worker, membership, pserver, Security.of_worker(config, {})])
             seen.append(repr(worker.captures.stop([], "run", (), {})))
             for arguments in (("--token-file", files[SECRET]), ("--token-file", files[OTHER]), ()):

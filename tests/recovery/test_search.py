@@ -28,9 +28,9 @@ from tfps.membership.roster import Roster
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.recovery import machine
-from tfps.recovery.journal import Push, Replay
+from tfps.recovery.journal import Push, Replay, Snapshot
 from tfps.recovery.machine import Effect, Event, Phase, Recovery
-from tfps.types import Argument, Array
+from tfps.types import Argument
 
 ITEMS = 3
 LOST = PserverLostError("a pserver was lost")
@@ -99,26 +99,6 @@ class Session:
 
 
 @dataclass
-class Kept:
-    """`worker.state` of a session, for journals."""
-
-    session: Session
-
-    def read(self, _: int, __: int, begin: int, nbytes: int) -> Array:
-        return np.array(self.session.state[begin // 4 : (begin + nbytes) // 4], "U8")
-
-    def write(self, _: int, __: int, begin: int, values: Array) -> None:
-        self.session.state[begin // 4 : begin // 4 + len(values)] = [str(value) for value in values]
-
-
-@dataclass
-class Client:
-    """What a journal sees of a `Worker`."""
-
-    state: Kept
-
-
-@dataclass
 class Worker:
     """A rank with its program of `rounds` pushes."""
 
@@ -180,8 +160,12 @@ class World:
         session = self.sessions[worker.used]
         if session.broken or worker.rank not in session.roster.view.ranks:
             return  # it will know
-        if worker.journal is not None:
-            worker.journal.give(worker.rank, Client(Kept(session)))  # type: ignore[arg-type]
+        if (journal := worker.journal) is not None:
+            ranks = session.roster.view.ranks
+            if (wanted := journal.due(ranks, 0)) is not None:
+                begin, end = wanted.begin // 4, (wanted.begin + wanted.nbytes) // 4
+                journal.took(Snapshot(wanted.ranks, wanted.begin, [np.array(session.state[begin:end], "U8")]))
+            journal.give(ranks)
         session.push(worker.rank, str(push.payload))
 
     def receive(self, rank: int) -> None:
@@ -224,8 +208,9 @@ class World:
                 (bucket,) = decision.buckets
                 worker.gone = worker.gone or bucket.unrecoverable
                 if worker.journal is not None:
-                    client = Client(Kept(session))
-                    worker.journal.resume(client, bucket, tuple(decision.ranks), ())  # type: ignore[arg-type]
+                    for write in worker.journal.resume(bucket, tuple(decision.ranks), ()):
+                        values = list(map(str, np.asarray(write.values)))
+                        session.state[write.begin // 4 : write.begin // 4 + len(values)] = values
                 elif bucket.HasField("giver") and bucket.giver == worker.rank:
                     session.result = worker.results[-1]
                 session.came.append(worker.rank)
@@ -457,7 +442,7 @@ def opened(workers: int, pservers: list[str], decision: pb.Decision | None, step
 
 
 def first(faults: tuple[str, ...], *, update: bool, workers: int = 2, rounds: int = 2) -> World:
-    made = [Worker(rank, Replay(0, 1, 4 * ITEMS, 1) if update else None) for rank in range(workers)]
+    made = [Worker(rank, Replay(0, rank, 1, 4 * ITEMS, 1) if update else None) for rank in range(workers)]
     for each in made:
         each.view = list(range(workers))
     session = opened(workers, ["a", "b", "c"], None, 0)

@@ -211,7 +211,7 @@ def test_a_rank_that_leaves_before_its_first_step_fails_the_others(cluster: Clus
     members = job(cluster, 2, sgd(), config=CONFIG)
     members[0].state.write(0, 0, 0, START)
     waits = Rank(members[0]).push(GRADIENT)
-    request = pb.WaitingRequest(incarnation=members[0]._client.membership.incarnation)
+    request = pb.WaitingRequest(incarnation=members[0].client.membership.incarnation)
     poll(lambda: bool(members[0]._pservers[0].call("Waiting", request, jobs.DEADLINE_S).missing))
     members[1].close()
     error = waits.error()

@@ -14,6 +14,7 @@ from moving import GRADIENT, Job
 
 from tfps.config import Security
 from tfps.errors import PserverLostError, WorkerLostError
+from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import regrouping
 from tfps.recovery import rendezvous
@@ -39,7 +40,7 @@ class Cut:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Job, apart: Callable[[int, str], bool]) -> None:
         self.healed, self.kept = threading.Event(), list[Worker]()
-        ranks = {worker.core.worker.uid: worker.rank for worker in job.workers}
+        ranks = {worker.core.worker.client.uid: worker.rank for worker in job.workers}
         ask, leave, hang_up = rendezvous._ask, PserverClient.leave, Worker._hang_up
 
         def asks(address: str, security: Argument, uid: str, *rest: Argument) -> rendezvous._Found:
@@ -97,4 +98,4 @@ def test_workers_that_cannot_go_on_at_an_idle_pserver_do_not_make_it_one_of_thei
     for _ in range(2):
         report = pb.Report(ranks=[0, 1], reason="pserver 10.0.0.1:7070 was stopped")
         with pytest.raises(WorkerLostError, match="ranks 1 may go on elsewhere, with a pserver that does not answer"):
-            meet(["127.0.0.1:1", server.address], Security(), "uid", "incarnation", 0, 2, report)
+            meet(["127.0.0.1:1", server.address], Security(), "uid", "incarnation", 0, View.first(2), report)

@@ -74,7 +74,7 @@ def test_who_joins_knows_those_who_have_joined_since_it_came(cluster: Cluster) -
 
 def test_who_dies_while_it_is_admitted_takes_no_part(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(cluster, [1])
-    admit = type(job.workers[0]._client).admit
+    admit = type(job.workers[0].client).admit
 
     def answers_late(self: Argument, *arguments: Argument) -> Argument:
         reply = admit(self, *arguments)
@@ -84,7 +84,7 @@ def test_who_dies_while_it_is_admitted_takes_no_part(cluster: Cluster, monkeypat
         return reply
 
     worker = job.workers[0]
-    monkeypatch.setattr(type(worker._client), "admit", answers_late)
+    monkeypatch.setattr(type(worker.client), "admit", answers_late)
     together(*(functools.partial(each.joining.admit, [1]) for each in job.workers.values()))
     assert [each.view.ranks for each in job.workers.values()] == [(0, 2)] * 2
 

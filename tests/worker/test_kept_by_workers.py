@@ -18,7 +18,6 @@ from tfps.config import Config
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.pserver import regrouping
 from tfps.recovery.exchange import ElasticExchange
 from tfps.recovery.machine import Phase
 from tfps.recovery.reconfiguration import Reconfiguration
@@ -243,10 +242,11 @@ def test_a_worker_that_dies_before_it_has_written_its_part_ends_the_job_by_name(
     """Others have declared all buckets, and must not begin with what lacks its part."""
     job = Training(cluster, every=2)
     job.train(5)
-    write, over = PserverClient.write, threading.Event()
+    write, over, missed = PserverClient.write, threading.Event(), moving.unawaited(monkeypatch)
 
     def dies(self: PserverClient, *arguments: Argument) -> None:
         if self.membership.rank == 2 and (new := job.workers[2].core.next) is not None:
+            missed.add(2)
             for stream in new._streams:
                 stream.close()
             over.wait(jobs.DEADLINE_S)
@@ -254,7 +254,6 @@ def test_a_worker_that_dies_before_it_has_written_its_part_ends_the_job_by_name(
         write(self, *arguments)
 
     monkeypatch.setattr(PserverClient, "write", dies)
-    monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
     job.servers[0].stop(0)
     try:
         for worker in job.workers[:2]:

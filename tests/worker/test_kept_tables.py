@@ -18,7 +18,6 @@ from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec, Wait
 from tfps.exchange.requests import Assign, Lookup, RowUpdate
 from tfps.exchange.update_spec import UpdateSpec
-from tfps.pserver import regrouping
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.exchange import ElasticExchange
@@ -247,9 +246,9 @@ def test_what_nobody_has_ends_the_job_by_name(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker and a pserver are lost together: nobody has the gradients of the worker any more."""
-    monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
     job = Training(cluster, config(tmp_path, every=10))
     job.train(3)
+    moving.unawaited(monkeypatch).add(2)
     gone = job.workers.pop()
     gone.close("SIGTERM")
     job.servers[0].stop(0)

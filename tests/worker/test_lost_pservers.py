@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 import threading
+from collections.abc import Sequence
 
 import jobs
 import numpy as np
 import pytest
 from jobs import Cluster, Failed, bucket, poll, push, summed
-from moving import CONFIG, GRADIENT, ITEMS, SPECS, TOTAL, WORDS, Job, deafening, lose_an_answer
+from moving import CONFIG, GRADIENT, ITEMS, PATHS, SPECS, TOTAL, WORDS, Job, deafening, lose_an_answer, unawaited
+from rich.console import Console
 
 from tfps.config import Security
 from tfps.errors import (
@@ -21,12 +25,13 @@ from tfps.errors import (
     WorkerLostError,
 )
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver import regrouping
+from tfps.pserver.console import Watcher, table
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.machine import Phase
 from tfps.recovery.reconfiguration import Reconfiguration
 from tfps.types import Argument
+from tfps.worker.worker import Worker
 
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1], [1, 2]])
@@ -86,7 +91,7 @@ def test_a_declaration_that_only_some_have_made_is_made_by_all(
     job.check(job.begin(3))
     job.step()
     job.declare([], ["another"])
-    assert {worker.core.worker.declarations for worker in job.workers} == {job.workers[0].core.worker.declarations}
+    assert len({worker.core.worker.client.declarations for worker in job.workers}) == 1
 
 
 def test_the_only_pserver_comes_back_at_its_address(cluster: Cluster) -> None:
@@ -134,10 +139,10 @@ def test_a_pserver_joins_only_where_it_can(cluster: Cluster) -> None:
 
 
 def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with their host; the others meet, and wait for it for a while."""
-    monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
+    """As with their host; the others meet, and do not wait for it any more."""
     job = Job(cluster)
     job.step()
+    unawaited(monkeypatch).add(2)
     meet, wakes = Reconfiguration._meet, threading.Event()
 
     def sleeps(self: Reconfiguration, *arguments: Argument) -> pb.Decision:
@@ -165,6 +170,46 @@ def test_a_worker_and_a_pserver_are_lost_together(cluster: Cluster, monkeypatch:
     assert "went on without this one" in str(failed.wait())
 
 
+def shown(server: ParameterServer) -> str:
+    """What `tfps_pserver --status` shows."""
+    watcher = Watcher(server.address)
+    with contextlib.closing(watcher):
+        look = watcher.look(0.01)
+    assert look is not None
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(table(look))
+    return captured.get()
+
+
+@PATHS
+def test_a_pserver_shows_for_whom_workers_wait_that_have_lost_another_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, comes, writes = Job(cluster, pservers=2), threading.Event(), threading.Event()
+    meet, resume_lines = Reconfiguration._meet, Worker.resume_lines
+    unawaited(monkeypatch)
+
+    def meets(self: Reconfiguration, *arguments: Argument) -> pb.Decision:
+        assert self._core.rank != 2 or comes.wait(jobs.DEADLINE_S)
+        return meet(self, *arguments)
+
+    def resumes(worker: Worker, lines: Sequence[str]) -> None:
+        assert worker.rank != 2 or writes.wait(jobs.DEADLINE_S)
+        resume_lines(worker, lines)
+
+    monkeypatch.setattr(Reconfiguration, "_meet", meets)
+    monkeypatch.setattr(Worker, "resume_lines", resumes)
+    left, lost = job.servers
+    lost.stop(0)
+    poll(lambda: re.search(r"\nrendezvous: .*; rank 0, 1 here, waits for rank 2 *\n", shown(left)) is not None)
+    comes.set()
+    poll(lambda: "\nrestoring: waits for rank 2 (" in shown(left))
+    writes.set()
+    job.step()
+    assert "job running: 3 of 3 workers" in shown(left)
+
+
 def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:
     job = Job(cluster)
     job.workers.pop().close("it ends early")
@@ -177,11 +222,10 @@ def test_a_worker_joins_a_job_that_has_moved(cluster: Cluster) -> None:
 
 
 def test_without_any_pserver_the_job_ends_by_name(cluster: Cluster) -> None:
-    job = Job(cluster, config=dataclasses.replace(CONFIG, rejoin_timeout_s=0.5))
+    job = Job(cluster, pservers=1, config=dataclasses.replace(CONFIG, rejoin_timeout_s=0.5))
     failed = [Failed(worker) for worker in job.workers]
     pushed = job.begin(GRADIENT, 2)
-    for server in job.servers:
-        server.stop(0)
+    job.servers[0].stop(0)
     for each in failed:
         assert "could not go on with other pservers within 0.5 s (rejoin_timeout_s): no pserver of" in str(each.wait())
     assert isinstance(pushed[0][0].error(), PserverLostError)

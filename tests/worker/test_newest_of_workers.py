@@ -22,7 +22,8 @@ from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.exchange import ElasticExchange
-from tfps.recovery.latest import Latest
+from tfps.recovery.journal import Push
+from tfps.recovery.pushing import Pushing
 from tfps.types import Array
 from tfps.worker.client import PserverClient
 from tfps.worker.worker import Worker
@@ -361,21 +362,21 @@ def test_a_number_drawn_while_a_pserver_is_lost_is_nobody_elses(
 def test_a_pserver_that_ends_while_pushes_are_given_again_holds_up_no_call(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, give = Training(cluster, staleness=0), Latest.give
+    job, give = Training(cluster, staleness=0), Pushing.give
     job.end_assigning(job.assign())
     for pending in [job.push(worker, job.gradient()) for worker in job.workers]:
         pending.wait()
     ahead = job.push(job.workers[0], job.gradient())  # in flight when the first pserver ends
     address, ended = job.servers[1].address, threading.Event()
 
-    def gives(kept: Latest, rank: int, worker: Worker) -> None:
-        if rank == 0 and worker is not first and not ended.is_set():
+    def gives(self: Pushing, number: int, worker: Worker, push: Push) -> None:
+        if number == MODEL and worker.rank == 0 and worker is not first and not ended.is_set():
             job.servers[1].stop(0)
             ended.set()
-        give(kept, rank, worker)
+        give(self, number, worker, push)
 
     first = job.workers[0].core.worker
-    monkeypatch.setattr(Latest, "give", gives)
+    monkeypatch.setattr(Pushing, "give", gives)
     job.servers[0].stop(0)
     assert ended.wait(jobs.DEADLINE_S)
     host, _, port = address.rpartition(":")

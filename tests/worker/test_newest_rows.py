@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from pathlib import Path
 
+import jobs
 import moving
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from tfps.exchange.requests import Assign, Lookup, RowUpdate
 from tfps.pserver.regrouping import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.exchange import ElasticExchange
+from tfps.recovery.machine import Effect, Event, Phase
+from tfps.recovery.reconfiguration import Reconfiguration
 from tfps.tables.table import Table
 from tfps.types import Argument, Array
 
@@ -156,6 +160,31 @@ def test_gradients_in_flight_are_answered_and_no_step_counts_twice(
         pending.wait()
     for pending in asked:
         job.check_rows(pending, IDS)
+    job.train(2, 0, 1, 1, 0, 2)
+    job.check_all()
+
+
+def test_a_gradient_that_comes_as_its_pserver_is_lost_is_a_step_of_its_rank(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session has failed, and refuses it; the next one has not begun."""
+    job = Training(cluster, config(tmp_path, every=2))
+    job.train(0, 1, 2, 0, 1, 2)
+    do, goes_on = Reconfiguration._do, threading.Event()
+
+    def held(self: Reconfiguration, item: Event | Effect) -> None:
+        assert goes_on.wait(jobs.DEADLINE_S)
+        do(self, item)
+
+    monkeypatch.setattr(Reconfiguration, "_do", held)
+    job.servers[0].stop(0)
+    poll(lambda: all(worker.core.phase is Phase.RENDEZVOUS for worker in job.workers))
+    ids = job.draw()
+    pushed = [job.add(worker, ids, np.ones((len(ids), 3), np.float32)) for worker in job.workers[1:]]
+    goes_on.set()
+    for pending in pushed:
+        pending.wait()
+    job.goes_back()
     job.train(2, 0, 1, 1, 0, 2)
     job.check_all()
 

@@ -122,7 +122,7 @@ def test_all_are_waited_for_while_they_bring_what_their_programs_have_assigned(c
     first, second, late = begin(cluster, **QUORUM)
     told = Told(late)
     pending = [pushed(first, 1.0, mark=7), pushed(second, 1.0, mark=7)]
-    poll(lambda: len(first._client.others(first._client._missing(first._pservers[0], 60.0, bucket=0))) == 1)
+    poll(lambda: len(first.client.others(first.client._missing(first._pservers[0], 60.0, bucket=0))) == 1)
     pending.append(pushed(late, 1.0, mark=7))
     for each in pending:
         each.wait()
@@ -135,7 +135,7 @@ def test_a_loss_may_make_a_quorum(cluster: Cluster) -> None:
     first, second, _, late, lost = begin(cluster, 5, mode="local", quorum=0.5)
     told = Told(late)
     pending = [pushed(first, 1.0), pushed(second, 1.0)]
-    poll(lambda: len(first._client._missing(first._pservers[0], 60.0, bucket=0)) == 3)
+    poll(lambda: len(first.client._missing(first._pservers[0], 60.0, bucket=0)) == 3)
     assert told.all.empty()
     lost.close("SIGTERM")
     assert told.next() == (0, 0)

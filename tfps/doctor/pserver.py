@@ -32,7 +32,7 @@ _MTU = (
     "calls are answered, but bulk data does not arrive. Look at the MTU of the path: ping -M do -s 1472 HOST gets no "
     "answer where it is below 1500"
 )
-_BUSY = ("joining", "running", "ending")
+_BUSY = ("joining", "running", "ending", "rendezvous", "restoring")
 
 
 def unreached(found: Unreached, port: int) -> Check:
@@ -327,7 +327,7 @@ class Visit:
             text = f"serves only job {reply.job!r}"
             advice = f"{text}: a worker needs TFPS_JOB={reply.job}, here it is {cluster.job!r}"
             return Check("job", "failed" if cluster.job else "warning", text, advice, "name", values)
-        if job.state in ("running", "ending"):
+        if self.busy and job.state != "joining":
             text = f"has a job ({job.state}, {here} of {reply.workers} workers)"
             advice = f"{text}: another one waits for its end, or needs pservers of its own"
             if job.changes:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfps.graph.tf_private import inputs_of
 from tfps.keras_hooks.hooks import replaces
+from tfps.membership.view import View
 from tfps.types import Argument, Batches, Function, Value
 
 _LOCKED = "cache lockfile already exists"  # TensorFlow's words
@@ -34,11 +35,11 @@ class _Own:
 _of_one_process: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()  # datasets that read a file with all data
 
 
-def cache_apart(rank: int, workers: int, *, changes: bool) -> None:
+def cache_apart(rank: int, view: View, *, changes: bool) -> None:
     """Gives datasets that are created from now on cache files of this worker's own; `changes`: of a job that may have
     another number of workers later, where each makes whole batches.
     """
-    _Own.ending = "" if workers == 1 and not changes else f".{rank}" if changes else f".{rank}of{workers}"
+    _Own.ending = "" if view.workers == 1 and not changes else f".{rank}" if changes else f".{rank}of{view.workers}"
 
 
 @replaces(tf.data.Dataset, "cache", "tests/integration/test_programs.py")

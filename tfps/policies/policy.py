@@ -46,8 +46,8 @@ class Policy:
     # Steps.
 
     def reductions(self) -> Reductions:
-        changes = self._config.min_workers is not None
-        return Reductions(self._runtime, estimates=not (self.together and self.exchanges_gradients), changes=changes)
+        estimates = not (self.together and self.exchanges_gradients)
+        return Reductions(self._runtime, estimates=estimates, changes=self._config.elastic)
 
     def staging_depth(self, requested: int) -> int:
         """Returns how many batches are staged ahead: workers that meet in steps must agree on where data ends."""

@@ -224,7 +224,7 @@ def table(look: Look) -> RenderableType:
         view = f"view {status.generation}: {len(status.present)} of {status.workers} workers take part; latest changes:"
         lines += [Text(line, style="yellow", no_wrap=True) for line in (view, *status.changes[-_CHANGES:])]
     if status.reason:
-        lines.append(Text(f"failed: {status.reason}", style="red"))
+        lines.append(Text(f"{status.state}: {status.reason}", style="red" if status.state == "failed" else "yellow"))
     if status.members:
         lines += [Text(""), found]
     if status.tables:

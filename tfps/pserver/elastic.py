@@ -61,7 +61,7 @@ class Elastic:
 
     def may_put(self, rank: int) -> bool:
         """Whether `rank` may be the first of those that are left, as far as it and this pserver know."""
-        return rank == 0 or (self._state.shard.config.min_workers is not None and rank in self._state.roster.view.ranks)
+        return rank == 0 or (self._state.shard.config.elastic and rank in self._state.roster.view.ranks)
 
     def wait_for_place(self, applicant: Applicant, timeout_s: float) -> None:
         """Waits while another worker has its rank in a job that goes on without lost ones: it may just be silent."""
@@ -196,7 +196,7 @@ class Elastic:
     def beat(self, late: bool) -> bool:
         """Sends a heartbeat to every worker, and loses those that are silent, unless this process was `late`."""
         state = self._state
-        if state.shard.config.min_workers is None:  # other workers have come, before anybody began
+        if not state.shard.config.elastic:  # other workers have come, before anybody began
             return not state.over
         with state.changed:
             queues = {rank: queue for rank, queue in state.queues.items() if rank in state.roster.members}

@@ -104,9 +104,7 @@ class Job:
         """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
         state, roster = self._state, self._state.roster
         with state.changed:
-            joins = (
-                roster.takes_candidates and config.min_workers is not None and applicant.rank in (None, *roster.lost)
-            )
+            joins = roster.takes_candidates and config.elastic and applicant.rank in (None, *roster.lost)
             if joins and not config.takes_newcomers:
                 raise UnsupportedError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
@@ -115,13 +113,9 @@ class Job:
             first = not roster.members
             member = roster.join(applicant, time.monotonic())
             if first:
-                view, index, roster.least = (
-                    roster.view,
-                    applicant.pserver_index,
-                    config.min_workers,
-                )
+                view, index, roster.least = roster.view, applicant.pserver_index, config.min_workers
                 state.shard = Shard(config, view, index, state.recorder, state.max_memory, state.tell_set)
-                if config.min_workers is not None and not self._beats:
+                if config.elastic and not self._beats:
                     self._beats = True
                     Heartbeat("tfps-heartbeat", self.elastic.beat)
                 state.log(f"begins: {member} is the first of {view.workers} workers")
@@ -242,7 +236,7 @@ class Job:
 
     def status(self) -> pb.StatusReply:
         """The job's part of a status. Streams keep running, so their numbers may be a slice apart."""
-        job, members, state = self._state, self._state.roster, "running"
+        job, members, state, reason = self._state, self._state.roster, "running", str(self._state.failure or "")
         with job.changed:
             if job.failure is not None:
                 state = "failed"
@@ -250,6 +244,9 @@ class Job:
                 state = "idle"
             elif members.ending:
                 state = "ending"
+            elif members.resumed is not None and not members.restored:
+                late = self.declarations.undeclared()
+                state, reason = "restoring", f"waits for {', '.join(late)}" if late else "workers write what they keep"
             elif members.not_streaming():
                 state = "joining"
             slices = dict.fromkeys(item for _, item in job.shard.slices())  # a table may be that of two buckets
@@ -259,7 +256,7 @@ class Job:
                 job=present[0][1].applicant.job if present else "",
                 workers=members.view.workers,
                 state=state,
-                reason=str(job.failure or ""),
+                reason=reason,
                 generation=members.view.generation,
                 present=members.view.ranks,
                 changes=members.changes,

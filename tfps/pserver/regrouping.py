@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tfps.config import Security, check_address
@@ -33,6 +33,17 @@ class _Meeting:
     began_s: float = field(default_factory=time.monotonic)
     outcome: pb.Decision | TfpsError | None = None
     resumed: bool = False  # whether the job goes on
+
+    def __str__(self) -> str:
+        if isinstance(self.outcome, pb.Decision):
+            return f"{_ranks(self.outcome.ranks)} will go on with {', '.join(self.outcome.pservers)}"
+        missing = set[int]().union(*(report.ranks for report in self.reports.values())).difference(self.reports)
+        here = f"{_ranks(self.reports)} here" if self.reports else "nobody is here"
+        return f"{here}, waits for {_ranks(missing) if missing else 'the others'}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
 class Meetings:
@@ -117,14 +128,15 @@ class Meetings:
             self._changed.wait_for(lambda: not self.under_way, min(timeout_s, 2 * _GRACE_S))
 
     @property
-    def under_way(self) -> bool:
-        """Whether workers meet, or have met and have not begun anew."""
+    def under_way(self) -> str:
+        """Who has come, if workers meet, or what they agree on, if they have met and have not begun anew; else ""."""
         now_s = time.monotonic()
         with self._changed:
-            return not all(
-                meeting.resumed or isinstance(meeting.outcome, TfpsError) or now_s - meeting.began_s > 2 * _GRACE_S
-                for meeting in self._meetings.values()
-            )
+            for meeting in self._meetings.values():
+                late = now_s - meeting.began_s > 2 * _GRACE_S
+                if not (meeting.resumed or isinstance(meeting.outcome, TfpsError) or late):
+                    return str(meeting)
+        return ""
 
     def _decide(self, meeting: _Meeting, waited: bool) -> None:
         try:

@@ -154,6 +154,8 @@ class ParameterServer:
         with self._lock:
             job, jobs = self._job, self._jobs
         status = job.status()
+        if not job.under_way and (met := self._meetings.under_way):
+            status.state, status.reason = "rendezvous", f"{status.reason}; {met}" if status.reason else met
         status.version, status.jobs, status.memory_bytes = __version__, jobs, resident_bytes()
         status.cpu_s, status.uptime_s = time.process_time(), time.monotonic() - self._started_s
         status.errors.extend(self._errors.all())
@@ -262,7 +264,7 @@ class ParameterServer:
                 busy=busy or stopped,
                 workers=workers,
                 pservers=addresses,
-                moving=not stopped and (job.moving.generation is not None or self._meetings.under_way),
+                moving=not stopped and (job.moving.generation is not None or bool(self._meetings.under_way)),
             )
         if stopped:
             raise PserverLostError(f"pserver {self.address} is stopping")

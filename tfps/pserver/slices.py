@@ -250,7 +250,7 @@ class SumSlice(RoundSlice):
         if scalars.mark and not step_scalars.writers.intersection(self.round.arrived):
             raise not_written(self.round.label)
         parameters.take_put()
-        share = step_scalars.share(self.round.arrived, self.round.view.workers)
+        share = step_scalars.share(self.round.arrived, self.round.view)
         total = self.round.finish()
         if share != 1.0:
             with flushed(), np.errstate(all="ignore"):
@@ -323,14 +323,14 @@ class RoundScalars:
             self._by_rank[rank] = scalars
         return None
 
-    def share(self, ranks: Collection[int], workers: int) -> float:
+    def share(self, ranks: Collection[int], view: View) -> float:
         """By what the sum of the current step is multiplied, if it has the pushes of `ranks`; see `MEAN`."""
         if WEIGHT not in self.spec.scalars:
             return 1.0
         place = self.spec.scalars.index(WEIGHT)
         with self._lock:
             weight = sum(scalars.values[place] for rank, scalars in self._by_rank.items() if rank in ranks)
-        return workers / weight if weight else 1.0
+        return view.workers / weight if weight else 1.0
 
     def marked(self, step: int) -> bool:
         """Whether the values that ranks have assigned come with `step`."""

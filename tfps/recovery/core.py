@@ -17,8 +17,10 @@ from tfps.config import Config
 from tfps.errors import ClosedError, InterruptError, PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec, FailureState, Reply, kept_arrays
 from tfps.exchange.kinds import ONLY_ON_PSERVERS, ByKind
+from tfps.exchange.requests import Save
 from tfps.membership.view import View
-from tfps.recovery.journal import Journal, Push, Replay
+from tfps.recovery.files import Saved
+from tfps.recovery.journal import Journal, Push, Replay, Snapshot, Wanted
 from tfps.recovery.latest import Latest
 from tfps.recovery.machine import Broken, Effect, End, Event, Phase, Recovery, lacks
 from tfps.recovery.rows import Asked, RowsLatest, RowsReplay
@@ -31,25 +33,25 @@ _LOOK_S = 1.0  # between two looks whether a wait is interrupted
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 
 
-def journal_of(number: int, spec: BucketSpec, config: Config, run: str) -> Journal | None:
-    """What is kept of a bucket in the job `run`; None: it has no update, or no snapshots are taken."""
+def journal_of(number: int, rank: int, spec: BucketSpec, config: Config, run: str) -> Journal | None:
+    """What `rank` keeps of a bucket in the job `run`; None: it has no update, or no snapshots are taken."""
     every = config.snapshot_steps
-    return None if every is None else _JOURNALS[spec.kind](number, spec, config, every, run)
+    return None if every is None else _JOURNALS[spec.kind](number, rank, spec, config, every, run)
 
 
-def _of_update(number: int, spec: BucketSpec, config: Config, every: int, run: str) -> Journal | None:
+def _of_update(number: int, rank: int, spec: BucketSpec, config: Config, every: int, run: str) -> Journal | None:
     if spec.update is None:
         return None
     if config.applies_each_push:
-        return Latest(number, spec, spec.update, every)
-    return Replay(number, kept_arrays(spec), spec.nbytes, every)
+        return Latest(number, rank, spec, spec.update, every)
+    return Replay(number, rank, kept_arrays(spec), spec.nbytes, every)
 
 
-def _of_rows(number: int, spec: BucketSpec, config: Config, every: int, run: str) -> Journal | None:
+def _of_rows(number: int, rank: int, spec: BucketSpec, config: Config, every: int, run: str) -> Journal | None:
     if not config.snapshot_folder:
         return None
     kind = RowsReplay if config.steps_together else RowsLatest
-    return kind(number, every, f"{config.snapshot_folder}/{run}")
+    return kind(number, rank, every, f"{config.snapshot_folder}/{run}")
 
 
 _JOURNALS = ByKind(sum=_of_update, gather=_of_update, table=_of_rows)
@@ -67,17 +69,31 @@ class ElasticBucket:
     last: Reply = field(default_factory=Reply)
     gone: bool = False  # whether nobody has what pservers kept
     # Of a table:
+    saving: Worker | None = None  # that has pservers write a snapshot: pushes wait for it
     asks: list[Asked] = field(default_factory=list)  # that have not been answered
     behind: bool = False  # whether they wait until pushes have been given again
     asked: int = -1  # the newest step that has asked for rows to train them,
     begun: int = -1  # and when pservers changed last
-    added: int = 0  # how many steps the program has added
     ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
 
     @property
     def log(self) -> Replay | None:
         """What is kept, if rounds are computed again from it."""
         return None if self.kept is None else self.kept.replay
+
+
+def take(number: int, worker: Worker, kept: Journal, wanted: Wanted) -> None:
+    """Reads what the journal of a bucket wants, or has pservers save it, and waits."""
+    if wanted.save is not None:
+        kept.wrote(wanted.ranks, saved_by(worker, wanted.save))
+        return
+    values = [worker.state.read(number, array, wanted.begin, wanted.nbytes) for array in wanted.arrays]
+    kept.took(Snapshot(wanted.ranks, wanted.begin, values))
+
+
+def saved_by(worker: Worker, save: Save) -> Saved:
+    """Has pservers save a table, and waits. It needs no lock."""
+    return Saved(save.folder, worker.tables.save(save))
 
 
 class Core:

@@ -5,6 +5,7 @@ Tested in tests/worker/test_lost_meanwhile.py.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -12,16 +13,17 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.kinds import ONLY_ON_PSERVERS
 from tfps.recovery.core import Core, ElasticBucket, journal_of
 from tfps.recovery.machine import Joined
-from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
+
+logger = logging.getLogger("tfps")
 
 
 class Declarations:
     """Declarations of the job `run`; the core's lock guards all."""
 
-    def __init__(self, core: Core, snapshots: Snapshots, run: str) -> None:
-        self._core, self._snapshots, self._run = core, snapshots, run
-        self.count = core.worker.declarations
+    def __init__(self, core: Core, run: str) -> None:
+        self._core, self._run = core, run
+        self.count = core.worker.client.declarations
         self.lines: list[str] = []  # details of declarations without buckets, in order
         self.latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()
         self.tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this candidate has declared
@@ -33,8 +35,8 @@ class Declarations:
             ids = worker.declare(specs, details, stop)
             with self._core.changed:
                 self._core.check_current(worker)  # else it declares again, with the next ones
-                if worker.declarations != self.count:  # else the job had declared it before this worker came
-                    self.count, self.latest = worker.declarations, (specs, details)
+                if worker.client.declarations != self.count:  # else the job had declared it before this worker came
+                    self.count, self.latest = worker.client.declarations, (specs, details)
                 self.lines += [] if specs else list(details)
                 self.tried += [(specs, details)] if worker.joining.candidate else []
                 self._know(worker)
@@ -48,7 +50,7 @@ class Declarations:
         with core.changed:
             core.check_current(worker)  # else it asks again
             core.deliver(Joined())
-            self.lines, self.count = list(lines), worker.declarations
+            self.lines, self.count = list(lines), worker.client.declarations
             self._know(worker)
             for number, bucket in enumerate(core.buckets):
                 bucket.replies = worker.state.steps(number)
@@ -57,9 +59,19 @@ class Declarations:
 
     def _know(self, worker: Worker) -> None:
         """Knows all buckets that `worker` has. Caller holds the lock."""
-        buckets = self._core.buckets
-        first = len(buckets)
+        core, first = self._core, len(self._core.buckets)
         for number, spec in enumerate(worker.pushes.specs()[first:], first):
-            buckets.append(ElasticBucket(journal_of(number, spec, self._core.config, self._run), worker=worker))
-            if ONLY_ON_PSERVERS[spec.kind]:
-                self._snapshots.know(number, spec)
+            kept = journal_of(number, core.rank, spec, core.config, self._run)
+            core.buckets.append(bucket := ElasticBucket(kept, worker=worker))
+            if kept is None and ONLY_ON_PSERVERS[spec.kind] and core.rank == core.view.ranks[0]:
+                logger.warning(
+                    "tfps: the loss of a pserver ends this job, as it has the rows of table '%s' alone: snapshot_steps "
+                    "and snapshot_folder let training survive that",
+                    spec.name,
+                )
+            if kept is not None and spec.replaces is not None:  # it goes on with the rows of another one
+                old = core.buckets[spec.replaces]
+                bucket.ahead = old.ahead
+                if old.kept is not None:
+                    kept.follow(old.kept)
+                old.kept = None

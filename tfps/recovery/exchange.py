@@ -26,8 +26,6 @@ from tfps.recovery.journal import Push
 from tfps.recovery.machine import Closed, Offered, TimedOut
 from tfps.recovery.pushing import Pushing
 from tfps.recovery.reconfiguration import Reconfiguration
-from tfps.recovery.replay import Replaying
-from tfps.recovery.snapshots import Snapshots
 from tfps.recovery.tables import ElasticTables
 from tfps.recovery.workers import MOST_CONNECT_S, Workers
 from tfps.trace.recorder import Recorder
@@ -51,14 +49,13 @@ class ElasticExchange:
         makes = Workers(pservers, job, config, recorder, lambda address: to_do.put(Offered(address)))
         worker = makes.first(rank, workers)
         self.core = core = Core(config, worker, to_do)
-        replaying, snapshots = Replaying(core), Snapshots(core)
-        self._declarations = Declarations(core, snapshots, run_of(worker.first_incarnation))
-        self._pushing = Pushing(core, replaying, snapshots)
+        self._declarations = Declarations(core, run_of(worker.client.first_incarnation))
+        self._pushing = Pushing(core)
         self.info, self.state, self.peers = ElasticInfo(core), ElasticState(core, self._pushing), ElasticPeers(core)
-        self.tables = ElasticTables(core, self._pushing, snapshots)
+        self.tables = ElasticTables(core, self._pushing)
         self.joining = ElasticJoining(core, self._declarations.joined)
         self.reconfiguration = Reconfiguration(
-            core, makes, self._declarations, replaying, self._pushing, self.tables, self.peers, self.joining
+            core, makes, self._declarations, self._pushing, self.tables, self.peers, self.joining
         )
 
     @property

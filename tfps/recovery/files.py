@@ -9,14 +9,12 @@ import uuid
 from pathlib import PurePath
 from typing import NamedTuple
 
-from tfps.exchange import requests
-from tfps.exchange.requests import SavedRows
-from tfps.worker.worker import Worker
+from tfps.exchange.requests import Load, Save, SavedRows
 
 _MOST_CHANGES = 2  # times the rows of the last full save are written before another one
 
 
-class Save(NamedTuple):
+class Saved(NamedTuple):
     """A snapshot that pservers have written."""
 
     folder: str
@@ -29,7 +27,6 @@ class Files:
     def __init__(self, number: int, base: str) -> None:
         self._number, self._base = number, PurePath(base)
         self.name = f"table{number}"  # of the files
-        self.saving: Worker | None = None  # that has pservers write one: pushes wait for it
         self.begin()
 
     def begin(self) -> None:
@@ -38,18 +35,17 @@ class Files:
         self._old: list[str] = []  # of those that are not needed once the next one is there
         self._rows, self._changes = 0, 0  # of the last full one, and since
 
-    def write(self, worker: Worker, step: int) -> Save:
-        """Has pservers write one before `step`, and waits. It needs no lock."""
+    def save(self, step: int) -> Save:
+        """Has pservers write one before `step`."""
         folder = str(self._base / f"{self.name}-{step}-{uuid.uuid4().hex[:8]}")
         before, since = ("", None) if self._before is None else self._before
         if self._changes > _MOST_CHANGES * self._rows:
             before, since = "", None
-        request = requests.Save(self._number, step, folder, self.name, since, before, tuple(self._old))
-        return Save(folder, worker.tables.save(request))
+        return Save(self._number, step, folder, self.name, since, before, tuple(self._old))
 
-    def wrote(self, save: Save) -> None:
-        found, name = save.found, PurePath(save.folder).name
-        self._before = save.folder, found.step
+    def wrote(self, saved: Saved) -> None:
+        found, name = saved.found, PurePath(saved.folder).name
+        self._before = saved.folder, found.step
         # The other ranks may still need what is before this one, until they push again.
         self._old = self._since_full if found.full else []
         if found.full:
@@ -58,13 +54,13 @@ class Files:
             self._since_full.append(name)
             self._changes += found.rows
 
-    def read(self, worker: Worker, step: int, folder: str) -> None:
+    def load(self, step: int, folder: str) -> Load:
         """Has pservers read one, so that the table is as before `step`."""
-        self.saving = None
-        if not folder:
-            return
         # The first rank to come does it; nothing is read or added before all have come.
-        found = worker.tables.load(requests.Load(self._number, step, [folder], self.name, folder, alone=True))
+        return Load(self._number, step, [folder], self.name, folder, alone=True)
+
+    def read(self, folder: str, found: SavedRows) -> None:
+        """Pservers have read one."""
         self._before = folder, found.step
         name, known = PurePath(folder).name, self._since_full
         place = known.index(name) + 1 if name in known else 0

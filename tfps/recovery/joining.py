@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from tfps.errors import ClosedError, PserverLostError
-from tfps.recovery.core import Core
+from tfps.recovery.core import Core, take
 from tfps.worker.worker import Worker
 
 
@@ -67,10 +67,12 @@ class ElasticJoining:
                 worker = core.call(lambda now: now)
                 try:
                     found = worker.joining.admit(candidates)
-                    for bucket in core.buckets:
+                    for number, bucket in enumerate(core.buckets):
                         with bucket.lock:
-                            if bucket.kept is not None and found is not None:
-                                bucket.kept.admit(core.rank, worker, tuple(found))
+                            if (kept := bucket.kept) is not None and found is not None:
+                                if (wanted := kept.admit(tuple(found))) is not None:
+                                    take(number, worker, kept, wanted)
+                                kept.admitted(tuple(found))
                     with core.changed:
                         core.ended.difference_update(worker.view.ranks)
                     return found

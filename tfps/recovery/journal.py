@@ -6,7 +6,9 @@ worker keeps its pushes since then. When a pserver is lost, the workers write th
 again: the same rounds, with the same results, while their programs wait. No worker goes back. (Checkpoints with message
 logging: Elnozahy et al., https://doi.org/10.1145/568522.568525.)
 
-Tested in tests/worker/test_kept_by_workers.py and tests/elastic/test_lost_pservers.py.
+A journal talks to no pserver: it returns what is to be read, written or saved, and gets what has been found.
+
+Tested in tests/worker/test_kept_by_workers.py, tests/recovery/test_search.py and tests/elastic/test_lost_pservers.py.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import join_gathered, split_gathered
 from tfps.exchange.codecs import ITEM_BYTES
 from tfps.exchange.interface import OnReply, Payload, Reply
+from tfps.exchange.requests import Save
 from tfps.protos import tfps_pb2 as pb
-from tfps.recovery.files import Files, Save
+from tfps.recovery.files import Files, Saved
 from tfps.types import Array, Buffer
-from tfps.worker.worker import Worker
 
 
 class Write(NamedTuple):
@@ -31,7 +33,7 @@ class Write(NamedTuple):
 
     array: int
     begin: int
-    values: bytes
+    values: Payload
 
 
 @dataclass(eq=False, slots=True)
@@ -52,16 +54,6 @@ class Push:
         on_reply, self.on_reply = self.on_reply, _nothing
         return on_reply
 
-    def give(self, number: int, worker: Worker, take: OnReply) -> None:
-        """Gives it to `worker`."""
-        self.given = True
-        for write in self.writes:
-            worker.state.write(number, *write)
-        if self.collects:
-            worker.state.collect_residual(number, take)
-        else:
-            worker.push(number, self.payload, take, self.step_scalars)
-
 
 def _nothing(_: Reply) -> None:
     """Has had its reply."""
@@ -74,7 +66,17 @@ class Snapshot(NamedTuple):
     begin: int = 0
     values: Sequence[Array] = ()
     folder: str = ""  # of a table: of the files; empty: none, or others know
-    assigned: int = 0  # of a table: see kept_rows.py
+    assigned: int = 0  # of a table: see rows.py
+
+
+class Wanted(NamedTuple):
+    """What this rank reads of pservers for a snapshot of `ranks`: a part of each array; or has them `save`."""
+
+    ranks: tuple[int, ...]
+    arrays: Sequence[int] = ()
+    begin: int = 0
+    nbytes: int = 0
+    save: Save | None = None
 
 
 def part_of(nbytes: int, place: int, count: int) -> tuple[int, int]:
@@ -117,22 +119,31 @@ class Journal(Protocol):
         """Takes back what was added last and could not be given."""
         return
 
-    def give(self, rank: int, worker: Worker) -> None:
-        """Takes a snapshot if it is time, before the next push goes to `worker`."""
+    def due(self, ranks: tuple[int, ...], step: int) -> Wanted | None:
+        """What `took` or `wrote` gets before `step` is pushed, if it is time for a snapshot; `ranks` take part."""
+
+    def took(self, snapshot: Snapshot) -> None:
+        """Has read what was wanted."""
+        return
+
+    def give(self, ranks: tuple[int, ...]) -> None:
+        """The next push is given."""
 
     def answered(self, push: Push, reply: Reply) -> None: ...
 
-    def admit(self, rank: int, worker: Worker, others: tuple[int, ...]) -> None:
-        """Takes what is needed of `others` before somebody joins, who has nothing of what came before."""
+    def admit(self, others: tuple[int, ...]) -> Wanted | None:
+        """What is needed of `others` before somebody joins, who has nothing of what came before."""
+        return None
+
+    def admitted(self, others: tuple[int, ...]) -> None:
+        """All `others` have what is needed."""
         return
 
     def report(self, report: pb.BucketReport) -> None:
         """Adds what this worker has, for others who are to agree with what they go on."""
 
-    def resume(
-        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
-    ) -> None:
-        """Writes this rank's part to `worker`, which has other pservers, as one of `ranks` that all have agreed on.
+    def resume(self, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]) -> Sequence[Write]:
+        """What this rank writes to other pservers, as one of `ranks` that all have agreed on.
 
         `pushes` have not been answered.
         """
@@ -147,15 +158,11 @@ class Journal(Protocol):
     def files(self) -> Files | None:
         return None
 
-    def is_due_of(self, rank: int, ranks: tuple[int, ...]) -> bool:
-        """Whether this rank has pservers write a snapshot before the next push."""
-        return False
-
-    def wrote(self, save: Save) -> None:
-        """This rank has had one written before the next push."""
+    def wrote(self, ranks: tuple[int, ...], saved: Saved) -> None:
+        """This rank has had a snapshot of `ranks` written before the next push."""
         return
 
-    def replaced(self, ranks: tuple[int, ...], save: Save | None) -> None:
+    def replaced(self, ranks: tuple[int, ...], saved: Saved | None) -> None:
         """All ranks have replaced rows, with nothing under way, and a snapshot has been taken of that."""
         return
 
@@ -165,14 +172,15 @@ class Journal(Protocol):
 
 
 class Replay(Journal):
-    """Snapshots of bucket `number` and the pushes since the oldest one."""
+    """Snapshots of bucket `number` of `rank`, and the pushes since the oldest one."""
 
     @property
     def replay(self) -> Replay:
         return self
 
-    def __init__(self, number: int, arrays: int, nbytes: int, every: int) -> None:
-        self._number, self._arrays, self._nbytes, self._every = number, arrays, nbytes, every
+    def __init__(self, number: int, rank: int, arrays: int, nbytes: int, every: int) -> None:
+        self._number, self._rank, self._every = number, rank, every
+        self._arrays, self._nbytes = arrays, nbytes
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -215,37 +223,31 @@ class Replay(Journal):
         """The next to give."""
         return self._log[self.given - self._first]
 
-    def give(self, rank: int, worker: Worker) -> None:
-        if self.is_due:
-            self.take(rank, worker, self.ranks)
+    def give(self, ranks: tuple[int, ...]) -> None:
         self.given += 1
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a snapshot is to be taken before the next push."""
+    def due(self, ranks: tuple[int, ...], step: int) -> Wanted | None:
         due = (self.given + self._number) % self._every == 0  # not of all buckets at once
         # Where who takes part has changed, what a lost rank had is gone, and a new one has nothing. All ranks see the
         # same replies, so they decide alike.
-        return (due or self.ranks != self.snapshots[max(self.snapshots)].ranks) and self._lacks(self.ranks)
+        return self.admit(self.ranks) if due or self.ranks != self.snapshots[max(self.snapshots)].ranks else None
 
-    def _lacks(self, ranks: tuple[int, ...]) -> bool:
-        """Whether there is no snapshot of `ranks` before the next push. Before the first one pservers have nothing."""
-        return bool(ranks) and self.given > 0 and self.snapshots.get(self.given, Snapshot()).ranks != ranks
+    def admit(self, others: tuple[int, ...]) -> Wanted | None:
+        # Nothing changes on pservers until the next push. Before the first one they have nothing.
+        if not others or not self.given or self.snapshots.get(self.given, Snapshot()).ranks == others:
+            return None
+        return self._wanted(others)
 
-    def take(self, rank: int, worker: Worker, ranks: tuple[int, ...]) -> None:
-        """Takes the part of `rank`, one of `ranks`, of a snapshot before the next push.
+    def _wanted(self, ranks: tuple[int, ...]) -> Wanted | None:
+        """This rank's part of a snapshot of `ranks`, of which there is none."""
+        begin, end = part_of(self._nbytes, ranks.index(self._rank), len(ranks))
+        return Wanted(ranks, range(self._arrays), begin, end - begin)
 
-        Until then nothing changes on pservers.
-        """
-        if not self._lacks(ranks):
-            return
-        begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
-        values = [worker.state.read(self._number, array, begin, end - begin) for array in range(self._arrays)]
-        self.snapshots[self.given] = Snapshot(ranks, begin, values)
+    def took(self, snapshot: Snapshot) -> None:
+        self.snapshots[self.given] = snapshot
 
-    def admit(self, rank: int, worker: Worker, others: tuple[int, ...]) -> None:
+    def admitted(self, others: tuple[int, ...]) -> None:
         if self.given:
-            self.take(rank, worker, others)
             self.ranks = others
 
     def answered(self, push: Push, reply: Reply) -> None:
@@ -268,22 +270,18 @@ class Replay(Journal):
         message.step, message.part = step, bool(snapshot.values)
         message.ranks[:] = snapshot.ranks if step else self.ranks
 
-    def resume(
-        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
-    ) -> None:
-        """Writes this rank's part of the snapshot before the step; all pushes since then are to be given again."""
+    def resume(self, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]) -> Sequence[Write]:
+        """This rank's part of the snapshot before the step; all pushes since then are to be given again."""
         step = decision.step
         if decision.unrecoverable:
             self.begin(step)
-            return
+            return ()
         snapshot = self.snapshots[step]
         self._forget(step)
         # Before the first snapshot it says whose pushes came since: another pserver may be lost before all begin anew.
         self.snapshots, self.ranks = {step: snapshot}, snapshot.ranks if step else self.ranks
         self.given = self.replies = step
-        for array, values in enumerate(snapshot.values):
-            if len(values):
-                worker.state.write(self._number, array, snapshot.begin, values)
+        return [Write(array, snapshot.begin, values) for array, values in enumerate(snapshot.values) if len(values)]
 
 
 def packed(reply: Reply) -> Buffer:

@@ -11,7 +11,7 @@ Tested in tests/worker/test_newest_of_workers.py and tests/elastic/test_lost_pse
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -19,15 +19,15 @@ from tfps.exchange.codecs import Bytes
 from tfps.exchange.interface import BucketSpec, Reply, kept_arrays
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.recovery.journal import Journal, Push, Snapshot, Write, part_of
-from tfps.worker.worker import Worker
+from tfps.recovery.journal import Journal, Push, Snapshot, Wanted, Write, part_of
 
 
 class Latest(Journal):
-    """The newest parameters of bucket `number`, and a snapshot of its slots."""
+    """The newest parameters of bucket `number` of `rank`, and a snapshot of its slots."""
 
-    def __init__(self, number: int, spec: BucketSpec, update: UpdateSpec, every: int) -> None:
-        self._number, self._nbytes, self._update, self._every = number, spec.nbytes, update, every
+    def __init__(self, number: int, rank: int, spec: BucketSpec, update: UpdateSpec, every: int) -> None:
+        self._number, self._rank, self._every = number, rank, every
+        self._nbytes, self._update = spec.nbytes, update
         self._slots = range(1, kept_arrays(spec))
         self.begin(0)
 
@@ -58,14 +58,18 @@ class Latest(Journal):
         push.assigns = not push.reads and StepScalars.unpack(push.step_scalars, self._update).mark != 0
         self._marked += push.assigns
 
-    def give(self, rank: int, worker: Worker) -> None:
-        ranks = worker.view.ranks
+    def due(self, ranks: tuple[int, ...], step: int) -> Wanted | None:
         due = (self._given + self._number) % self._every == 0  # not of all buckets at once
         changed = (self._snapshot.ranks, self._snapshot_assigned) != (ranks, self._assigned)
-        if self._assigned and self._slots and (due or changed):
-            begin, end = part_of(self._nbytes, ranks.index(rank), len(ranks))
-            values = [worker.state.read(self._number, array, begin, end - begin) for array in self._slots]
-            self._snapshot, self._snapshot_assigned = Snapshot(ranks, begin, values), self._assigned
+        if not (self._assigned and self._slots and (due or changed)):
+            return None
+        begin, end = part_of(self._nbytes, ranks.index(self._rank), len(ranks))
+        return Wanted(ranks, self._slots, begin, end - begin)
+
+    def took(self, snapshot: Snapshot) -> None:
+        self._snapshot, self._snapshot_assigned = snapshot, self._assigned
+
+    def give(self, ranks: tuple[int, ...]) -> None:
         self._given += 1
 
     def answered(self, push: Push, reply: Reply) -> None:
@@ -80,23 +84,18 @@ class Latest(Journal):
         latest.assigned, latest.reads, latest.slots = self._assigned, self._reads, bool(self._slots)
         latest.ranks[:], latest.snapshot_assigned = self._snapshot.ranks, self._snapshot_assigned
 
-    def resume(
-        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
-    ) -> None:
+    def resume(self, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]) -> Sequence[Write]:
         """If one rank has the newest parameters, it writes all: it has read them at a barrier, others have not yet."""
         if decision.unrecoverable:
-            return
+            return ()
         for push in pushes:
             if push.given and not push.assigns:
                 push.payload, push.step_scalars = None, b""  # it only reads
         if not self._assigned or self._parameters is None:
-            return
-        begin, end = part_of(self._nbytes, ranks.index(worker.rank), len(ranks))
+            return ()
+        begin, end = part_of(self._nbytes, ranks.index(self._rank), len(ranks))
+        writes = [Write(0, begin, self._parameters[begin:end])]
         if decision.HasField("latest"):
-            if decision.latest == worker.rank:
-                worker.state.write(self._number, 0, 0, self._parameters)
-        elif end > begin:
-            worker.state.write(self._number, 0, begin, self._parameters[begin:end])
-        if end > begin:
-            for array, values in zip(self._slots, self._snapshot.values, strict=False):
-                worker.state.write(self._number, array, begin, values)
+            writes = [Write(0, 0, self._parameters)] if decision.latest == self._rank else []
+        writes += [Write(each, begin, values) for each, values in zip(self._slots, self._snapshot.values, strict=False)]
+        return [write for write in writes if len(write.values)]

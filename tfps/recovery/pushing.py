@@ -1,28 +1,30 @@
 """Pushes of an `ElasticExchange`: each is given to the worker that there is, and to the next one until it is answered.
 
-Tested in tests/worker/test_lost_pservers.py and tests/worker/test_kept_by_workers.py.
+Before some of them snapshots are taken. A rank has pservers write that of a table, while its pushes wait.
+
+Tested in tests/worker/test_lost_pservers.py, tests/worker/test_kept_by_workers.py and tests/worker/test_kept_tables.py.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 
 from tfps.errors import TfpsError
-from tfps.exchange.interface import Reply, declared
-from tfps.recovery.core import Core
-from tfps.recovery.journal import Push
-from tfps.recovery.machine import LATER
-from tfps.recovery.replay import Replaying
+from tfps.exchange.interface import OnReply, Reply, declared
+from tfps.exchange.requests import Save, later
+from tfps.recovery.core import Core, saved_by, take
+from tfps.recovery.journal import Journal, Push
+from tfps.recovery.machine import LATER, Answered
 from tfps.recovery.rows import RowsPush
-from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
 
 
 class Pushing:
     """Gives pushes and takes their replies; any thread."""
 
-    def __init__(self, core: Core, replaying: Replaying, snapshots: Snapshots) -> None:
-        self._core, self._replaying, self._snapshots = core, replaying, snapshots
+    def __init__(self, core: Core) -> None:
+        self._core = core
 
     def put(self, number: int, push: Push) -> None:
         """Begins `push`."""
@@ -49,13 +51,23 @@ class Pushing:
 
     def give(self, number: int, worker: Worker, push: Push) -> None:
         """Gives `push` to `worker`. Caller holds the bucket's lock."""
-        kept = self._core.journal(self._core.buckets[number])
+        bucket = self._core.buckets[number]
+        kept, step = self._core.journal(bucket), 0
+        if isinstance(push, RowsPush):
+            push.ahead = bucket.ahead
+            step = push.update.step + push.ahead
         try:
-            if isinstance(push, RowsPush) and self._snapshots.begins_before(number, worker, push, kept, self.give):
-                return
             if kept is not None:
-                kept.give(self._core.rank, worker)
-            push.give(number, worker, functools.partial(self._take, number, worker, push))
+                if bucket.saving is worker:
+                    return
+                if (wanted := kept.due(worker.view.ranks, step)) is not None:
+                    if wanted.save is not None:
+                        self._begin_saving(number, worker, kept, wanted.ranks, wanted.save, push)
+                        return
+                    take(number, worker, kept, wanted)
+                kept.give(worker.view.ranks)
+            push.given = True
+            _give(number, worker, push, functools.partial(self._take, number, worker, push))
         except LATER:
             if kept is None or not self._core.is_lost(worker):  # else all is given again
                 raise
@@ -66,10 +78,13 @@ class Pushing:
         with bucket.lock:
             if bucket.worker is not worker or (reply.error is not None and core.goes_on(reply.error)):
                 return
+            again = push not in bucket.pushes  # it has been answered before
             if (kept := core.journal(bucket)) is not None and reply.error is None:
                 kept.answered(push, reply)
-                self._replaying.answered(number, push, tuple(sorted(reply.ranks)))
-            if push not in bucket.pushes:  # it has been answered before
+                if bucket.behind:
+                    name = core.worker.pushes.specs()[number].name
+                    core.to_do.put(Answered(core.recovery.session, number, tuple(sorted(reply.ranks)), again, name))
+            if again:
                 return
             bucket.pushes.remove(push)
             on_reply = push.answered()
@@ -78,3 +93,40 @@ class Pushing:
                     bucket.last, core.quiesced = reply, False
                 bucket.replies = bucket.replies + 1 if worker.joining.candidate else reply.step + 1
         on_reply(reply)
+
+    def _begin_saving(
+        self, number: int, worker: Worker, kept: Journal, ranks: tuple[int, ...], save: Save, push: Push
+    ) -> None:
+        """Takes a table's snapshot before `push`, and goes on; on its own thread, as it may take long."""
+        core, bucket = self._core, self._core.buckets[number]
+        name = core.worker.pushes.specs()[number].name
+
+        def run() -> None:
+            try:
+                saved = saved_by(worker, save)
+                with bucket.lock:
+                    if bucket.worker is worker:
+                        kept.wrote(ranks, saved)
+                        bucket.saving = None
+                        # Those that are to be given again follow one by one (`Reconfiguration._give`).
+                        for each in [push] if bucket.behind else [each for each in bucket.pushes if not each.given]:
+                            self.give(number, worker, each)
+            except TfpsError as error:
+                if not (isinstance(error, LATER) and core.is_lost(worker)):  # else all is given again
+                    core.fail(type(error)(f"no snapshot of table '{name}' could be taken (snapshot_folder): {error}"))
+            except Exception as bug:  # else every push would wait for ever
+                core.fail(TfpsError(f"no snapshot of table '{name}' could be taken: {bug!r}"))
+
+        bucket.saving = worker
+        threading.Thread(target=run, name="tfps-snapshot", daemon=True).start()
+
+
+def _give(number: int, worker: Worker, push: Push, on_reply: OnReply) -> None:
+    for write in push.writes:
+        worker.state.write(number, *write)
+    if isinstance(push, RowsPush):
+        worker.tables.apply(later(push.update, push.ahead), on_reply)
+    elif push.collects:
+        worker.state.collect_residual(number, on_reply)
+    else:
+        worker.push(number, push.payload, on_reply, push.step_scalars)

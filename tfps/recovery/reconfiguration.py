@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tfps.errors import ConnectError, PserverLostError, TfpsError, WaitTimeoutEr
 from tfps.exchange.interface import Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.recovery import machine
-from tfps.recovery.core import Core
+from tfps.recovery.core import Core, ElasticBucket
 from tfps.recovery.declarations import Declarations
 from tfps.recovery.facets import ElasticPeers
 from tfps.recovery.joining import ElasticJoining
@@ -29,7 +29,6 @@ from tfps.recovery.journal import Push, packed, unpacked
 from tfps.recovery.machine import LATER, Effect, Event, Failed, Missed
 from tfps.recovery.pushing import Pushing
 from tfps.recovery.rendezvous import meet
-from tfps.recovery.replay import Replaying
 from tfps.recovery.tables import ElasticTables
 from tfps.recovery.workers import MOST_CONNECT_S, PAUSE_S, Workers
 from tfps.worker.worker import Worker
@@ -45,15 +44,14 @@ class Reconfiguration:
         core: Core,
         workers: Workers,
         declarations: Declarations,
-        replaying: Replaying,
         pushing: Pushing,
         tables: ElasticTables,
         peers: ElasticPeers,
         joining: ElasticJoining,
     ) -> None:
-        self._core, self._workers, self._declarations, self._replaying = core, workers, declarations, replaying
+        self._core, self._workers, self._declarations = core, workers, declarations
         self._pushing, self._tables, self._peers, self._joining = pushing, tables, peers, joining
-        self._first = core.worker.first_incarnation
+        self._first = core.worker.client.first_incarnation
         self._answered: list[tuple[Push, Reply]] = []  # by the session that was restored last
         self._thread = threading.Thread(target=self._run, name="tfps-recovery", daemon=True)
         self._thread.start()
@@ -150,7 +148,7 @@ class Reconfiguration:
         with self._core.changed:
             worker = self._core.worker
         if self._can_move() and self._core.config.applies_each_push:  # ranks step apart: others may not have theirs yet
-            worker.meet(timeout_s)
+            worker.client.admit((), timeout_s)  # returns once all ranks have called it
         return self._can_move() and self._core.worker is worker
 
     # Other pservers
@@ -174,7 +172,7 @@ class Reconfiguration:
         """Meets the others; those pservers that `old` has just waited for are not asked in the first attempt."""
         silent, old.silent_pservers = old.silent_pservers, set()
         report = self._report(old, old.view.generation if generation is None else generation, reason)
-        about = old.uid, self._first, old.rank, old.view.workers
+        about = old.client.uid, self._first, old.rank, old.view
         decision = meet(self._workers.addresses, self._workers.security, *about, report, silent)
         self._workers.add_addresses(decision.pservers)
         return decision
@@ -191,9 +189,9 @@ class Reconfiguration:
                 new.declare(specs, details)
             new.joining.tries_out, self._answered = self._joining.tries_out, []
         with core.changed:
-            core.deliver(machine.Restored(session, self._replaying.behind()))
+            core.deliver(machine.Restored(session, self._behind()))
             if core.worker is new:
-                self._declarations.count = new.declarations
+                self._declarations.count = new.client.declarations
                 core.ended.difference_update(new.view.ranks)
                 core.sessions = {number: each for number, each in core.sessions.items() if number >= session}
 
@@ -205,7 +203,7 @@ class Reconfiguration:
             lost=set(range(view.workers)).difference(view.ranks, self._joining.admitting),
             silent=old.presence.silent,
             declarations=self._declarations.count,
-            buckets=self._replaying.report(),
+            buckets=[_report(bucket, view.ranks) for bucket in self._core.buckets],
             reason=reason,
         )
 
@@ -218,8 +216,8 @@ class Reconfiguration:
         lines = lines[: len(lines) - len(details)] if ahead and not latest else lines
         new.resume(specs[: len(decided)], [each.step - each.HasField("giver") for each in decided])
         for number, each in enumerate(decided):
-            new.take_residual(number, old, each.step)
-        self._replaying.restore(new, decision)
+            new.pushes.take_residual(number, old.pushes, each.step)
+        self._write_parts(new, decision)
         for counter, known in self._peers.drawn.items():
             new.follow(counter, known)
         new.resume_lines(lines)  # from then on all ranks have written their parts
@@ -229,9 +227,9 @@ class Reconfiguration:
             new.declare(latest, details)  # the others do so now, again
         if self._core.quiesced and not lacking:
             new.peers.quiesce()
-        new.knows_as(old)
+        new.joining.known = old.joining.known
         # Nothing fails from here on.
-        answered = self._tables.drop_given()
+        answered = self._tables.drop_given(old)
         for number, last in found.items():
             bucket = self._core.buckets[number]
             with bucket.lock:
@@ -245,6 +243,29 @@ class Reconfiguration:
             self._core.ended.update(set(old.places).difference(old.view.ranks))
             self._joining.expected = list(decision.expected)
         return answered
+
+    def _write_parts(self, new: Worker, decision: pb.Decision) -> None:
+        """Gives `new`, which goes on as all have decided, this rank's part of what pservers keep."""
+        for number, bucket in enumerate(self._core.buckets):  # others declare again those that not all have
+            each = decision.buckets[number] if number < len(decision.buckets) else pb.BucketDecision()
+            if bucket.gone:
+                each = pb.BucketDecision(step=each.step, unrecoverable=True)
+            bucket.gone = each.unrecoverable
+            if (kept := bucket.kept) is not None:
+                if kept.replay is None:  # ranks step apart: all go on with the number of the first
+                    bucket.replies = each.step
+                if kept.files is not None and each.folder and not each.unrecoverable:
+                    kept.files.read(each.folder, new.tables.load(kept.files.load(each.step, each.folder)))
+                for write in kept.resume(each, tuple(decision.ranks), bucket.pushes):
+                    new.state.write(number, *write)
+            bucket.begun = bucket.asked
+
+    def _behind(self) -> frozenset[int]:
+        """The buckets of which pushes are given again, which wait from now on. Caller holds the core's lock."""
+        core = self._core
+        for bucket in core.buckets:
+            bucket.behind = (bucket.log is not None and not core.is_candidate) or (bucket.gone and bool(bucket.pushes))
+        return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.behind)
 
     def _use(self, session: int) -> None:
         core, new = self._core, self._core.sessions[session]
@@ -315,3 +336,12 @@ class Reconfiguration:
             if reply.error is not None:
                 raise reply.error
         return {number: unpacked(replies[number], result) for number, result in results.items()}
+
+
+def _report(bucket: ElasticBucket, everybody: Sequence[int]) -> pb.BucketReport:
+    """What this worker has of a bucket."""
+    last = sorted(bucket.last.ranks)
+    report = pb.BucketReport(step=bucket.replies, last=last if last != list(everybody) else ())
+    if bucket.kept is not None:
+        bucket.kept.report(report)
+    return report

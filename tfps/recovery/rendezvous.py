@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tfps.config import Security
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
+from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.reach import split
@@ -52,7 +53,7 @@ class _Found(NamedTuple):
     error: WorkerLostError | None = None  # the job goes on there without this worker
 
 
-def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest, workers: int) -> _Found:
+def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest, view: View | None) -> _Found:
     try:
         socket.create_connection(split(address), _DIAL_S).close()
     except ConnectionRefusedError:
@@ -67,19 +68,18 @@ def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest,
         except TfpsError:
             return _Found(_Answer.SILENT)
     answer = _Answer.KNOWS if reply.known else _Answer.IDLE
-    if reply.busy or workers not in (0, reply.workers):
+    if reply.busy or (view is not None and view.workers != reply.workers):
         answer = _Answer.REFUSED
     return _Found(answer, list(reply.pservers), reply.moving)
 
 
 def _ask_all(
-    addresses: Sequence[str], security: Security, uid: str = "", incarnation: str = "", rank: int = 0, workers: int = 0
+    addresses: Sequence[str], security: Security, uid: str, request: pb.RegroupRequest, view: View | None
 ) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
-    request = pb.RegroupRequest(incarnation=incarnation, asks=True, rank=rank)
 
     def ask(address: str) -> None:
-        found[address] = _ask(address, security, uid, request, workers)
+        found[address] = _ask(address, security, uid, request, view)
 
     threads = [threading.Thread(target=ask, args=[address], name="tfps-ask", daemon=True) for address in addresses]
     for thread in threads:
@@ -96,7 +96,7 @@ def pservers_now(addresses: Sequence[str], security: Security) -> Sequence[str]:
     """
     end_s = time.monotonic() + _MOVES_S
     while True:
-        found = _ask_all(addresses, security).values()
+        found = _ask_all(addresses, security, "", pb.RegroupRequest(asks=True), None).values()
         if all(not each.moving for each in found) or time.monotonic() > end_s:
             return next((each.pservers for each in found if each.pservers), addresses)
         time.sleep(_PAUSE_S)
@@ -108,7 +108,7 @@ def meet(
     uid: str,
     incarnation: str,
     rank: int,
-    workers: int,
+    view: View,
     report: pb.Report,
     silent: Collection[str] = (),
 ) -> pb.Decision:
@@ -118,7 +118,8 @@ def meet(
 
     PserverLostError, WaitTimeoutError: not now, maybe later. Other TfpsErrors: this worker cannot go on.
     """
-    asked = _ask_all([each for each in addresses if each not in silent], security, uid, incarnation, rank, workers)
+    request = pb.RegroupRequest(incarnation=incarnation, asks=True, rank=rank)
+    asked = _ask_all([each for each in addresses if each not in silent], security, uid, request, view)
     for found in asked.values():
         if found.error is not None:  # elsewhere it might meet nobody, and begin alone
             raise found.error

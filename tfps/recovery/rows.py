@@ -18,11 +18,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tfps.exchange.interface import OnReply, Reply
-from tfps.exchange.requests import Lookup, RowUpdate, later
+from tfps.exchange.requests import Lookup, RowUpdate
 from tfps.protos import tfps_pb2 as pb
-from tfps.recovery.files import Files, Save
-from tfps.recovery.journal import Journal, Push, Replay, Snapshot
-from tfps.worker.worker import Worker
+from tfps.recovery.files import Files, Saved
+from tfps.recovery.journal import Journal, Push, Replay, Snapshot, Wanted, Write
 
 
 @dataclass(eq=False, slots=True)
@@ -32,10 +31,6 @@ class RowsPush(Push):
     update: RowUpdate = field(kw_only=True)  # with the step as the program counts
     ahead: int = 0  # by how much pservers count more
 
-    def give(self, number: int, worker: Worker, take: OnReply) -> None:
-        self.given = True
-        worker.tables.apply(later(self.update, self.ahead), take)
-
 
 @dataclass(eq=False, slots=True)
 class Asked:
@@ -43,15 +38,15 @@ class Asked:
 
     request: Lookup
     on_reply: OnReply
-    worker: Worker | None = None  # to which it has been given
+    worker: object = None  # to which it has been given
 
 
 class RowsReplay(Replay):
     """Snapshots of table `number`, and the gradients since the oldest one."""
 
-    def __init__(self, number: int, every: int, base: str) -> None:
+    def __init__(self, number: int, rank: int, every: int, base: str) -> None:
         self._files = Files(number, base)
-        super().__init__(number, 0, 0, every)
+        super().__init__(number, rank, 0, 0, every)
 
     @property
     def files(self) -> Files:
@@ -61,24 +56,20 @@ class RowsReplay(Replay):
         super().begin(step)
         self._files.begin()
 
-    def is_due_of(self, rank: int, ranks: tuple[int, ...]) -> bool:
-        return self.is_due and rank == self.ranks[0]
+    def _wanted(self, ranks: tuple[int, ...]) -> Wanted | None:
+        if self._rank == ranks[0]:
+            return Wanted(ranks, save=self._files.save(self.given))
+        self.wrote(ranks, None)
+        return None
 
-    def take(self, rank: int, worker: Worker, ranks: tuple[int, ...]) -> None:
-        if self._lacks(ranks):
-            self.taken(ranks, self._files.write(worker, self.given) if rank == ranks[0] else None)
+    def wrote(self, ranks: tuple[int, ...], saved: Saved | None, assigned: int = 0) -> None:
+        """A snapshot of `ranks` has been taken; without `saved`, the lowest rank knows where."""
+        if saved is not None:
+            self._files.wrote(saved)
+        self.snapshots[self.given] = Snapshot(ranks, folder=saved.folder if saved else "", assigned=assigned)
 
-    def taken(self, ranks: tuple[int, ...], save: Save | None, assigned: int = 0) -> None:
-        """A snapshot of `ranks` has been taken; without `save`, the lowest rank knows where."""
-        if save is not None:
-            self._files.wrote(save)
-        self.snapshots[self.given] = Snapshot(ranks, folder=save.folder if save else "", assigned=assigned)
-
-    def wrote(self, save: Save) -> None:
-        self.taken(self.ranks, save)
-
-    def replaced(self, ranks: tuple[int, ...], save: Save | None) -> None:
-        self.taken(ranks, save, self.snapshots[max(self.snapshots)].assigned + 1)
+    def replaced(self, ranks: tuple[int, ...], saved: Saved | None) -> None:
+        self.wrote(ranks, saved, self.snapshots[max(self.snapshots)].assigned + 1)
         self._forget(self.given)
 
     def follow(self, other: Journal) -> None:
@@ -91,23 +82,20 @@ class RowsReplay(Replay):
         super()._say(message, step, snapshot)
         message.part, message.folder, message.assigned = bool(snapshot.ranks), snapshot.folder, snapshot.assigned
 
-    def resume(
-        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
-    ) -> None:
-        """Has pservers read the snapshot before the step; all gradients since then are to be given again."""
-        super().resume(worker, decision, ranks, pushes)
+    def resume(self, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]) -> Sequence[Write]:
+        """Pservers have read the snapshot before the step; all gradients since then are to be given again."""
+        super().resume(decision, ranks, pushes)
         if not decision.unrecoverable:
-            step, folder = decision.step, decision.folder
-            self._files.read(worker, step, folder)
-            self.snapshots = {step: self.snapshots[step]._replace(folder=folder)}
+            self.snapshots = {decision.step: self.snapshots[decision.step]._replace(folder=decision.folder)}
+        return ()
 
 
 class RowsLatest(Journal):
     """The last snapshot of table `number`, where pushes are applied as they come."""
 
-    def __init__(self, number: int, every: int, base: str) -> None:
+    def __init__(self, number: int, rank: int, every: int, base: str) -> None:
         self._files = Files(number, base)
-        self._number, self._every = number, every
+        self._rank, self._every = rank, every
         self.begin(0)
 
     @property
@@ -125,41 +113,40 @@ class RowsLatest(Journal):
     def oldest(self) -> tuple[int, ...] | None:
         return None  # the files are there
 
-    def is_due_of(self, rank: int, ranks: tuple[int, ...]) -> bool:
+    def due(self, ranks: tuple[int, ...], step: int) -> Wanted | None:
         """At once if this rank has none of its own."""
-        return rank == ranks[0] and (not self._own or self._given >= self._every)
+        due = self._rank == ranks[0] and (not self._own or self._given >= self._every)
+        return Wanted(ranks, save=self._files.save(step)) if due else None
 
     def add(self, push: Push) -> None:
         """Nothing is kept of it."""
 
-    def give(self, rank: int, worker: Worker) -> None:
+    def give(self, ranks: tuple[int, ...]) -> None:
         self._given += 1
-        if rank != worker.view.ranks[0]:
+        if self._rank != ranks[0]:
             self._save, self._own = "", False  # the lowest rank takes newer ones
 
     def answered(self, push: Push, reply: Reply) -> None:
         """Nothing is kept of it."""
 
-    def wrote(self, save: Save) -> None:
-        self._files.wrote(save)
-        self._save, self._saved, self._given, self._own = save.folder, save.found.step, 0, True
+    def wrote(self, ranks: tuple[int, ...], saved: Saved) -> None:
+        self._files.wrote(saved)
+        self._save, self._saved, self._given, self._own = saved.folder, saved.found.step, 0, True
 
-    def replaced(self, ranks: tuple[int, ...], save: Save | None) -> None:
+    def replaced(self, ranks: tuple[int, ...], saved: Saved | None) -> None:
         self._assigned += 1
         self._save = ""
-        if save is not None:
-            self.wrote(save)
+        if saved is not None:
+            self.wrote(ranks, saved)
 
     def report(self, report: pb.BucketReport) -> None:
         report.latest.assigned, report.latest.folder, report.latest.saved = self._assigned, self._save, self._saved + 1
 
-    def resume(
-        self, worker: Worker, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]
-    ) -> None:
-        """Has pservers read the last snapshot."""
+    def resume(self, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]) -> Sequence[Write]:
+        """Pservers have read the last snapshot."""
         if not decision.unrecoverable:
-            self._files.read(worker, decision.step, decision.folder)
             self._save, self._given, self._own = decision.folder, 0, False
+        return ()
 
     def dropped(self, pushes: Collection[Push]) -> Sequence[Push]:
         return [push for push in pushes if push.given]

@@ -6,27 +6,29 @@ Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from tfps.exchange.interface import OnReply, Reply, Wait, declared
-from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, Save, SavedRows, later
-from tfps.recovery.core import Core
+from tfps.exchange.interface import OnReply, Reply, Tables, Wait, declared
+from tfps.exchange.requests import Assign, Load, Lookup, R, RowUpdate, Save, SavedRows, later
+from tfps.recovery.core import Core, saved_by
 from tfps.recovery.journal import Push
 from tfps.recovery.pushing import Pushing
 from tfps.recovery.rows import Asked, RowsPush
-from tfps.recovery.snapshots import Snapshots
 from tfps.worker.worker import Worker
 
+_T = TypeVar("_T")
 _NOTHING = np.empty(0, np.uint8)
 
 
 class ElasticTables:
     """See `Tables`."""
 
-    def __init__(self, core: Core, pushing: Pushing, snapshots: Snapshots) -> None:
-        self._core, self._pushing, self._snapshots = core, pushing, snapshots
+    def __init__(self, core: Core, pushing: Pushing) -> None:
+        self._core, self._pushing = core, pushing
 
     def lookup(self, request: Lookup, on_reply: OnReply) -> None:
         bucket, asked = declared(self._core.buckets, request.table), Asked(request, on_reply)
@@ -87,27 +89,24 @@ class ElasticTables:
         self.lookup(request, on_reply)
 
     def apply(self, request: RowUpdate, on_reply: OnReply) -> None:
-        bucket = declared(self._core.buckets, request.table)
-        with bucket.lock:
-            bucket.added = request.step + 1
-            self._pushing.put(request.table, RowsPush(None, on_reply, update=request))
+        self._pushing.put(request.table, RowsPush(None, on_reply, update=request))
 
-    def drop_given(self) -> list[tuple[Push, Reply]]:
+    def drop_given(self, old: Worker) -> list[tuple[Push, Reply]]:
         """Drops gradients that pservers may have had, in other modes than "sync", and counts steps as they do now.
 
-        Returns them, which are answered once all goes on.
+        Returns them, which are answered once all goes on. `old` has begun all steps but those that it refused at its
+        end.
         """
         answered: list[tuple[Push, Reply]] = []
-        for bucket in self._core.buckets:
+        for number, bucket in enumerate(self._core.buckets):
             if (kept := bucket.kept) is None or kept.files is None or kept.replay is not None:
                 continue
             with bucket.lock:
                 given = kept.dropped(bucket.pushes)
-                waiting = [push for push in bucket.pushes if push not in given]
-                bucket.pushes.clear()
-                bucket.pushes.extend(waiting)
-                first = waiting[0].update.step if waiting and isinstance(waiting[0], RowsPush) else bucket.added
-                bucket.ahead = bucket.replies - first
+                for push in given:
+                    bucket.pushes.remove(push)
+                begun = [push.update.step + 1 for push in given if isinstance(push, RowsPush)]
+                bucket.ahead = bucket.replies - max(old.state.steps(number) - bucket.ahead, *begun, 0)
             answered += [(push, Reply(sum=_NOTHING, step=bucket.replies)) for push in given]
         return answered
 
@@ -121,7 +120,24 @@ class ElasticTables:
         return self._core.call(save)
 
     def load(self, request: Load) -> SavedRows:
-        return self._snapshots.replace(request, lambda tables, own: tables.load(own))
+        return self._replace(request, lambda tables, own: tables.load(own))
 
     def assign(self, request: Assign) -> None:
-        self._snapshots.replace(request, lambda tables, own: tables.assign(own))
+        self._replace(request, lambda tables, own: tables.assign(own))
+
+    def _replace(self, request: R, what: Callable[[Tables, R], _T]) -> _T:
+        """Replaces rows and takes a snapshot of that, both again if a pserver is lost meanwhile."""
+        core, bucket = self._core, declared(self._core.buckets, request.table)
+
+        def replace(worker: Worker) -> _T:
+            core.check_there(request.table)
+            own = later(request, bucket.ahead)
+            found, kept, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks
+            if kept is not None and kept.files is not None:
+                saved = saved_by(worker, kept.files.save(own.step)) if core.rank == ranks[0] else None
+                with core.changed:
+                    core.check_current(worker)
+                    kept.replaced(ranks, saved)
+            return found
+
+        return core.call(replace)

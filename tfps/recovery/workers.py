@@ -76,7 +76,7 @@ class Workers:
             rank=old.rank,
             config=dataclasses.replace(self._config, connect_timeout_s=connect_s),
             losses=old.losses,
-            uid=old.uid,
+            uid=old.client.uid,
             resumed=Resumed(
                 incarnation, decision.generation, tuple(decision.ranks), tuple(decision.pservers), decision.reason
             ),

@@ -83,7 +83,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
         depth = self.policy.staging_depth(config.staging_depth)
-        self.changes = config.min_workers is not None and workers > 1  # whether the number of workers may change
+        self.changes = config.elastic and workers > 1  # whether the number of workers may change
         several = self._num_replicas_in_sync > 1
         self.last_batch = LastBatch(len(self._devices), changes=self.changes) if several else None
         self.numbers = BatchNumbers(len(self._devices), together=self.policy.together) if several else None

@@ -404,9 +404,9 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     connection = _Connection(cluster, config)
     connection.users[user] = contextlib.ExitStack()
     try:
-        share_random_states(connection.runtime, for_newcomers=config.min_workers is not None)
+        share_random_states(connection.runtime, for_newcomers=config.elastic)
         exchange = connection.runtime.exchange
-        cache_apart(exchange.rank, exchange.view.workers, changes=config.min_workers is not None)
+        cache_apart(exchange.rank, exchange.view, changes=config.elastic)
     except BaseException:
         connection.runtime.close(drain=False)
         raise

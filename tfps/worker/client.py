@@ -64,9 +64,9 @@ class PserverClient:
         # As the first pserver has answered to Join; before that, the only worker's.
         self.membership = Membership(rank, View.first(1, len(pservers)), incarnation="")
         self._config, self._buckets, self._failures = config, buckets, failures
-        self.declarations = 0  # so far
-        self.uid = uid or uuid.uuid4().hex
-        self.first_incarnation = ""
+        self.declarations = 0  # so far, on all ranks
+        self.uid = uid or uuid.uuid4().hex  # by which pservers tell this worker from others that have had its rank
+        self.first_incarnation = ""  # of the job when it began, maybe with other pservers
         self.on_awaited: Callable[[int, int], object] = lambda bucket, step: None  # see Peers
 
     @property

@@ -119,6 +119,12 @@ class Pushes:
             if items:
                 queue.put(items)
 
+    def take_residual(self, number: int, old: Pushes, step: int) -> None:
+        """Goes on with a bucket's residual of `old`, as it was before it pushed `step`, which it pushes again."""
+        ours, theirs = self.buckets[number], old.buckets[number]
+        if ours.residual is not None and theirs.residual is not None:
+            ours.residual[...] = (theirs.before or {}).get(step, theirs.residual)
+
     def cut_anew(self, cuttings: Mapping[int, Cutting], *, at_once: bool) -> None:
         """Buckets are cut anew from a step on; one that has begun it stays, or (`at_once`) is cut now."""
         for number, cutting in cuttings.items():

@@ -105,34 +105,34 @@ class Worker:
         self.pushes = Pushes(config, self._failures, self._queues, self._memory, self._encoding_failed)
         self._buckets = self.pushes.buckets
         rank = -1 if rank is None else rank
-        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, rank, uid)
-        self.peers, self.follow = self._client, self._client.follow
-        self._waits = WaitLog(self._client, self._buckets)
-        about = self._client, self._buckets, self._pservers, self._queues, self._memory
+        self.client = PserverClient(self._pservers, config, self._buckets, self._failures, rank, uid)
+        self.peers, self.follow = self.client, self.client.follow
+        self._waits = WaitLog(self.client, self._buckets)
+        about = self.client, self._buckets, self._pservers, self._queues, self._memory
         self.info = WorkerInfo(config, *about)
-        self.state = WorkerState(self.pushes, self._client, lambda: self._is_chief)
-        self.captures = WorkerCaptures(self._recorder, self._client, self.pushes.specs, self.info.settings, self.losses)
-        self.presence = Presence(self._client, self.captures.note)
+        self.state = WorkerState(self.pushes, self.client, lambda: self._is_chief)
+        self.captures = WorkerCaptures(self._recorder, self.client, self.pushes.specs, self.info.settings, self.losses)
+        self.presence = Presence(self.client, self.captures.note)
         self.joining = WorkerJoining(
-            config, self._client, self.presence, self._failures, self.losses, self._learn, self._commit
+            config, self.client, self.presence, self._failures, self.losses, self._learn, self._commit
         )
-        self.tables = WorkerTables(config, self.pushes, self._client, self.joining, self._failures)
+        self.tables = WorkerTables(config, self.pushes, self.client, self.joining, self._failures)
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
-            if config.min_workers is not None:
+            if config.elastic:
                 Heartbeat("tfps-heartbeat", self._beat)
             join_s = deadline_s if resumed is None else min(deadline_s, time.monotonic() + _REJOIN_S)
             self._join(job, workers or 0, join_s, resumed)
             self._placer = Placer(self.view.pservers, config.placement)
             for pserver in self._pservers:
                 pserver.explain = self._explain
-            self._tuner = Tuner(config, self._client, self._queues, self._memory, self.tune)
+            self._tuner = Tuner(config, self.client, self._queues, self._memory, self.tune)
             if self.joining.candidate:
                 self._learn()
             else:
                 # Ends when all workers have joined: everything above is built before any frame comes.
-                self._client.declare([], [], max(deadline_s - time.monotonic(), 0.1))
+                self.client.declare([], [], max(deadline_s - time.monotonic(), 0.1))
         except BaseException as error:
             if resumed is not None and isinstance(error, (ConnectError, WaitTimeoutError)):
                 self.fail(PserverLostError(str(error)))  # so all meet again
@@ -145,11 +145,11 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        return self._client.membership.rank
+        return self.client.membership.rank
 
     @property
     def view(self) -> View:
-        return self._client.membership.view
+        return self.client.membership.view
 
     @property
     def places(self) -> Sequence[int]:
@@ -165,21 +165,6 @@ class Worker:
 
     def add_failure_listener(self, listener: FailureListener) -> None:
         self._failures.add_listener(listener)
-
-    @property
-    def first_incarnation(self) -> str:
-        """Of the job when it began, maybe with other pservers."""
-        return self._client.first_incarnation
-
-    @property
-    def uid(self) -> str:
-        """By which pservers tell this worker from others that have had its rank."""
-        return self._client.uid
-
-    @property
-    def declarations(self) -> int:
-        """How many there have been, on all ranks."""
-        return self._client.declarations
 
     # Other workers
 
@@ -204,12 +189,12 @@ class Worker:
 
     def _join(self, job: str, workers: int, deadline_s: float, resumed: Resumed | None) -> None:
         opening = Opening(self.config.transport, self._when)
-        for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s, resumed)):
+        for index, joined in enumerate(self.client.join(job, workers, self._memory, deadline_s, resumed)):
             everybody = range(self.view.workers)
             if joined.candidate:
                 self.joining.begin(joined.rank)
             pserver, queue = self._pservers[index], self._queues[index]
-            path = opening.open(pserver, index, queue, joined.data_port, self._client.membership)
+            path = opening.open(pserver, index, queue, joined.data_port, self.client.membership)
             incoming = Incoming(
                 index,
                 self._buckets,
@@ -250,7 +235,7 @@ class Worker:
     def _leave(self, reason: str = "") -> None:
         """Tells every pserver once that this worker leaves, if it has joined any."""
         if self._left.acquire(blocking=False):
-            self._client.leave(self._farewell, reason)
+            self.client.leave(self._farewell, reason)
 
     def fail(self, error: TfpsError, told: bool = False) -> None:
         """See `Exchange.fail`; `told`: it came from a pserver, which told all workers."""
@@ -288,7 +273,7 @@ class Worker:
                     "must run the same program"
                 )
             try:
-                self._client.declare(specs, details, self.config.step_timeout_s, stop)
+                self.client.declare(specs, details, self.config.step_timeout_s, stop)
             except InterruptError:
                 self._failures.check()  # another rank may have failed the job
                 raise
@@ -321,34 +306,24 @@ class Worker:
                 bucket.next.clear()
             for layout in map(layout_of, replies[0].layouts):
                 self._cut_anew(layout)
-            self._client.goes_on(replies[0].declarations)
+            self.client.goes_on(replies[0].declarations)
             self.joining.committed()
 
     def resume_lines(self, lines: Sequence[str]) -> None:
         """Declares the details of declarations without buckets; returns when all ranks have."""
         with self._declaring:
-            self._client.declare([], lines, self.config.connect_timeout_s)
+            self.client.declare([], lines, self.config.connect_timeout_s)
 
     def resume(self, specs: Sequence[BucketSpec], steps: Sequence[int]) -> None:
         """Declares all buckets that the job had declared before its pservers changed, each from its step on."""
         with self._declaring:
-            self._client.declare(specs, [], self.config.connect_timeout_s, steps=steps)
+            self.client.declare(specs, [], self.config.connect_timeout_s, steps=steps)
             self._add(specs)
             for bucket, step in zip(self._buckets, steps, strict=True):
                 bucket.steps = bucket.first = step
             if self._is_chief and any(map(tunable, specs)):
                 self._tuner.probe()
             self.info.begin(anew=True)
-
-    def take_residual(self, number: int, old: Worker, step: int) -> None:
-        """Goes on with a bucket's residual of `old`, as it was before it pushed `step`, which it pushes again."""
-        ours, theirs = self._buckets[number], old._buckets[number]
-        if ours.residual is not None and theirs.residual is not None:
-            ours.residual[...] = (theirs.before or {}).get(step, theirs.residual)
-
-    def knows_as(self, old: Worker) -> None:
-        """Goes on finding what the job had declared before `old` came to it."""
-        self.joining.known = old.joining.known
 
     def _encoding_failed(self, error: Exception) -> TfpsError:
         """Fails the job on a sender's thread. Pservers are told before it ends, else they report that it has died."""
@@ -357,10 +332,6 @@ class Worker:
         self._leave()
         self.fail(failure)
         return failure
-
-    def meet(self, timeout_s: float) -> None:
-        """Returns once all ranks have called it, while nobody wants to join. WaitTimeoutError: not in time."""
-        self._client.admit((), timeout_s)
 
     # Tuning
 
@@ -373,7 +344,7 @@ class Worker:
         steps = {number: step for number, bucket in tuned if (step := bucket.hold()) is not None}
         layout = Layout(slice_bytes, window_bytes, steps)
         try:
-            self._client.tune(layout)
+            self.client.tune(layout)
         except TfpsError as error:
             self.fail(error)
             raise
@@ -402,7 +373,7 @@ class Worker:
             self._on_offer(bytes(payload).decode("utf-8", "replace"))
             return
         if header.kind == Kind.AWAITED:
-            self._client.on_awaited(header.bucket, header.step)
+            self.client.on_awaited(header.bucket, header.step)
             return
         if header.kind == Kind.LOST:
             self.presence.lose(pserver, header.index, bytes(payload).decode("utf-8", "replace"), header.step)
