@@ -23,7 +23,6 @@ from tfps.keras_hooks.agreed_logs import compared_tables
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.keras_private import (
     add_steps_seen,
-    begin_at,
     distributed_dataset,
     sizes_of_arrays,
     trainer_module,
@@ -73,7 +72,7 @@ def _reset(original: Function, epochs: Batches) -> None:
     original(epochs)
     strategy = _own_strategy(epochs)
     if strategy is not None and not strategy.extended.sharding.in_epoch and not strategy.extended.sharding.evaluates:
-        strategy.extended.epochs, strategy.extended.begun_epochs = epochs, 0
+        strategy.extended.training.begin(epochs)
     if strategy is not None and strategy.extended.hands_out:
         strategy.extended.policy.reset_epochs(epochs)
 
@@ -96,11 +95,7 @@ def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[o
         if not strategy.extended.changes and hasattr(distributed_dataset(epochs), "sizes"):
             distributed_dataset(epochs).sizes = sizes_of_arrays(epochs)
         strategy.extended.policy.begin_steps()
-    skipped = seen = 0
-    if strategy is not None and epochs is strategy.extended.epochs:  # of an epoch that a worker joins
-        extended = strategy.extended
-        skipped, extended.skipped_steps, seen, extended.seen_steps = extended.skipped_steps, 0, extended.seen_steps, 0
-        extended.begun_epochs += 1
+    skipped, seen = (0, 0) if strategy is None else strategy.extended.training.begin_epoch(epochs)
     fresh = None  # in place of an iterator that another loop over the same generator has stopped
     for step in itertools.islice(original(epochs), skipped, None):  # its last part is the iterator
         if getattr(step[-1], "superseded", False):
@@ -162,9 +157,7 @@ def _end_training(
     """Ends the last round of modes `diloco` and `local` before callbacks save."""
     strategy.extended.policy.end_training()
     original(callbacks, *args, **options)
-    if strategy.extended.positioned:  # this training alone began elsewhere
-        strategy.extended.positioned = False
-        begin_at(callbacks.model, None)
+    strategy.extended.training.end()
     if (staging := strategy.extended.staging) is not None and staging.lockstep is not None:
         staging.lockstep.admits = False
         staging.lockstep.resume()
@@ -174,7 +167,7 @@ def _end_training(
 @for_models
 def _fit(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """Compares what layers have adapted to between ranks, and tells the policy."""
-    if strategy.extended.exchange.joining.candidate and strategy.extended.admits:
+    if strategy.extended.exchange.joining.candidate and strategy.extended.training.admits:
         check_generators(original, model, args, options)
     with compared_tables(strategy, model), strategy.extended.policy.fitting():
         return original(model, *args, **options)

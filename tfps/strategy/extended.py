@@ -39,12 +39,13 @@ from tfps.keras_hooks.batch_numbers import BatchNumbers
 from tfps.keras_hooks.captured import Captured
 from tfps.keras_hooks.layers import own_losses
 from tfps.keras_hooks.loops import Sharding
+from tfps.keras_hooks.position import Position
 from tfps.keras_hooks.random_numbers import stateful_apart
 from tfps.policies import POLICIES
 from tfps.policies.remote_optimizers import update_eagerly
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
+from tfps.types import Argument, Function, Options, Structure, Value, Variable
 from tfps.updates.combined import Combiner
 from tfps.updates.compressing import Compressing
 from tfps.updates.graph_view import Picture, picture
@@ -94,15 +95,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             self.staging = Staging(runtime, self._devices, depth, self.last_batch, together=together, check_every=every)
         self._reductions = self.policy.reductions()
         self.runtime = runtime
-        self.admits = self.changes and self.policy.together
-        self.trainings = 0  # calls of `fit` so far, but for those within others
-        self.just_joined = False  # before the next epoch begins
-        self.epoch = 0  # of `fit`
-        self.skipped_steps = 0  # of the next epoch: others have taken them
-        self.seen_steps = 0  # of epochs before it that read the same iterator: others have taken them
-        self.begun_epochs = 0  # of `fit`, also those that others had begun when this worker joined
-        self.positioned = False  # whether `fit` begins at another epoch than it was told
-        self.epochs: Batches = None  # Keras' iterator of the training
+        self.training = Position(admits=self.changes and self.policy.together)
         self._present = AllGather(runtime, "ranks that are present")
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)

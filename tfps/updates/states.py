@@ -76,7 +76,7 @@ class States:
                 if (variable.local and not statistics) or _ACCUMULATOR in variable.name:
                     continue
                 variable.wait()
-                found[number] = variable, _number(variable._values[0].numpy())
+                found[number] = variable, fingerprint(variable._values[0].numpy())
         return found
 
     def _check(self, parts: Mapping[int, Buffer], own: dict[int, tuple[Variable, int]], when: str) -> None:
@@ -103,12 +103,14 @@ def _encoded(own: dict[int, tuple[Variable, int]], digests: Sequence[int] = ()) 
     return np.array([*pairs, *((-1 - index, digest) for index, digest in enumerate(digests))], np.int64).reshape(-1)
 
 
-def _number(value: Array) -> int:
+def fingerprint(value: Array) -> int:
     """Returns what is compared of `value`: a scalar as it is (floats by their bits), else a checksum."""
     if value.ndim == 0 and value.dtype.kind in "iu":
         return int(value.astype(np.int64))
     if value.ndim == 0 and value.dtype.kind == "f":
         return int(np.float64(value).view(np.int64))
+    if value.dtype.kind == "O":  # strings
+        return zlib.crc32(repr(value.tolist()).encode())
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
