@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tfps
-from tfps.config import Launch, Security, TraceRequest, check_address, ignored_variables, unknown_variables
+from tfps.config import Launch, Security, TraceRequest, check_address, unknown_variables, with_variables
 from tfps.types import Argument, Options, Value
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,24 +229,27 @@ def test_a_variable_that_nobody_reads_is_named_with_the_nearest_that_somebody_do
     assert line.endswith("did you mean TFPS_SLICE_BYTES?")
 
 
-def test_a_variable_that_a_config_of_the_program_overrides_is_named() -> None:
+def test_variables_fill_what_a_config_of_the_program_leaves_at_its_default_and_others_are_named() -> None:
     environment = {
         "TFPS_MIN_WORKERS": "1",
         "TFPS_SLICE_BYTES": "auto",
         "TFPS_COMPRESSION": " int8 ",
         "TFPS_TOKEN_FILE": "token",
         "TFPS_MODE": "",
-        "TFPS_CHECK_EVERY": "often",
+        "TFPS_CHECK_EVERY": "50",
         "TFPS_STEP_TIMEOUT_S": "600",
     }
-    first, second = ignored_variables(tfps.Config(compression="int8"), environment)
-    assert first == (
-        "the environment variable TFPS_CHECK_EVERY=often has no effect: the program's config has check_every=100; "
-        "tfps.Config.from_environment(...) in place of tfps.Config(...) reads variables, too"
+    config, lines = with_variables(tfps.Config(compression="int8", check_every=7), environment)
+    assert config == tfps.Config(compression="int8", check_every=7, min_workers=1)
+    assert lines == [
+        "the environment variable TFPS_CHECK_EVERY=50 has no effect: the program's config has check_every=7"
+    ]
+    del environment["TFPS_MODE"]
+    assert with_variables(tfps.Config(), environment)[0] == dataclasses.replace(
+        tfps.Config.from_environment(environment), token_file=tfps.Config().token_file
     )
-    assert second.startswith("the environment variable TFPS_MIN_WORKERS=1 has no effect: the program's config has min_")
-    del environment["TFPS_CHECK_EVERY"], environment["TFPS_MODE"]
-    assert ignored_variables(tfps.Config.from_environment(environment), environment) == []
+    with pytest.raises(tfps.ConfigError, match="TFPS_MIN_WORKERS must be a whole number, got 'few'"):
+        with_variables(tfps.Config(), {"TFPS_MIN_WORKERS": "few"})
 
 
 def test_every_variable_that_tfps_reads_or_sets_is_known() -> None:

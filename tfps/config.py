@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -522,21 +521,27 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     return lines
 
 
-def ignored_variables(config: Config, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns a line for each `TFPS_...` variable of a setting that a program's own `config` has otherwise."""
-    lines = []
+def with_variables(config: Config, environment: Mapping[str, str] = os.environ) -> tuple[Config, list[str]]:
+    """Fills what a program's own `config` leaves at its default from `TFPS_<FIELD>` variables, as a launcher sets them.
+
+    Returns it with a line for each variable of a setting that it has otherwise.
+
+    Raises:
+        ConfigError: a variable cannot be parsed, or its value does not go with `config`.
+    """
+    filled, lines = dict[str, Argument](), list[str]()
     for field in dataclasses.fields(Config):
         name, own = f"TFPS_{field.name.upper()}", getattr(config, field.name)
-        text = "" if field.name in _FILES else environment.get(name, "")
-        with contextlib.suppress(ConfigError):  # a value that cannot be read has no effect either
-            value = str(parse(text)) if field.name == "compression" and text else text
-            if not text or _parsed(field.name, value, field.default) == own:
-                continue
-        lines.append(
-            f"the environment variable {name}={text} has no effect: the program's config has {field.name}={own!r}; "
-            "tfps.Config.from_environment(...) in place of tfps.Config(...) reads variables, too"
-        )
-    return lines
+        if field.name in _FILES or not (text := environment.get(name, "")):
+            continue  # see Security.of_worker
+        value = _parsed(field.name, str(parse(text)) if field.name == "compression" else text, field.default)
+        if own == field.default:
+            filled[field.name] = value
+        elif value != own:
+            lines.append(
+                f"the environment variable {name}={text} has no effect: the program's config has {field.name}={own!r}"
+            )
+    return dataclasses.replace(config, **filled), lines
 
 
 def check_steps(what: str, steps: object) -> tuple[int, int]:

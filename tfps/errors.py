@@ -50,6 +50,10 @@ class WorkerLostError(TfpsError):
     """Another worker died or left while this one still needs it; the message names its rank."""
 
 
+class JoinError(TfpsError):
+    """This worker cannot join the job under way: its training would not be the others', who go on without it."""
+
+
 class InterruptError(TfpsError):
     """A worker was interrupted (Ctrl-C) during a collective operation; the message names it."""
 

@@ -143,16 +143,18 @@ def test_a_setting_is_refused_with_where_it_belongs_whichever_it_is() -> None:
         )
 
 
-def test_a_variable_that_a_config_overrides_is_told_once(
+def test_a_variable_fills_a_config_of_the_program_or_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TFPS_MIN_WORKERS", "1")
+    monkeypatch.setenv("TFPS_CHECK_EVERY", "50")
     with caplog.at_level(logging.WARNING, "tfps"):
         for config in (None, tfps.Config(check_every=7), tfps.Config(check_every=7)):
-            tfps.Strategy(config=config).close()
-    assert (
-        caplog.text.count("variable TFPS_MIN_WORKERS=1 has no effect: the program's config has min_workers=None") == 1
-    )
+            strategy = tfps.Strategy(config=config)
+            strategy.close()
+            assert strategy.config.min_workers == 1
+    assert caplog.text.count("TFPS_CHECK_EVERY=50 has no effect: the program's config has check_every=7") == 1
+    assert "TFPS_MIN_WORKERS" not in caplog.text
 
 
 def test_no_pserver_at_an_address_is_an_error_within_the_deadline() -> None:

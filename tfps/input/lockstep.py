@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.collectives import AllGather
-from tfps.errors import ClosedError, MismatchError, TfpsError, WorkerLostError, to_text
+from tfps.errors import ClosedError, JoinError, MismatchError, TfpsError, WorkerLostError, to_text
 from tfps.exchange.interface import Reply
 from tfps.graph import ops as graph_ops
 from tfps.graph.rows import UNKNOWN
@@ -143,6 +143,7 @@ class Lockstep:
         self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
         self.places = 0  # of iterators in lockstep so far
         self.admits = False  # whether the program stops between two batches for those who want to join
+        self.newcomers: frozenset[int] = frozenset()  # who joins, until the first batch that they take is agreed on
         self._pause: tuple[IteratorProgress, int] | None = None  # the last batch that it takes before it does
         self._failure = ""
         self._warned = False
@@ -291,30 +292,16 @@ class Lockstep:
         if reply.error is not None:
             self.fail(reply.error)
             return
-        ranks, said = zip(*(reply.parts or {}).items(), strict=True)
-        codes, places, rows, digests, joins, hashes = np.array([np.frombuffer(part, np.int64) for part in said]).T
-        own = ranks.index(self._rank)
-        others = np.flatnonzero(places != places[own])
+        parts = reply.parts or {}
+        ranks: Sequence[int] = list(parts)
+        table = np.array([np.frombuffer(part, np.int64) for part in parts.values()])
         try:
-            if others.size:
-                shown = " and ".join(
-                    f"rank {ranks[at]} at batch {places[at] & 0xFFFFFFFF} of its iterator number {places[at] >> 32}"
-                    for at in sorted((own, int(others[0])))
-                )
-                raise MismatchError(
-                    f"the workers must take batches in the same order, got {shown}; every worker must run "
-                    "the same program (and after Ctrl-C at different steps a new strategy)"
-                )
-            batch_digests.check(digests, ranks, position, joins=position == progress.joined, hashes=hashes)
-            if progress.whole and (rows != rows[own]).any():
-                each = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks, rows, strict=True))
-                raise MismatchError(
-                    f"all workers must have the same batches with min_workers, as each computes a part of them: batch "
-                    f"{position} has {each} rows"
-                )
-        except MismatchError as error:
+            ranks, table = self._agreed(progress, position, ranks, table)
+        except (JoinError, MismatchError) as error:
             self.runtime.exchange.fail(error)
             return
+        codes, _, rows, _, joins, _ = table.T
+        own = ranks.index(self._rank)
         with self._lock:
             verdict = progress.verdicts[position] = self._verdict(progress, position, codes, ranks)
             verdict.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
@@ -331,6 +318,54 @@ class Lockstep:
                     f"{len(ranks)} workers are left, fewer than min_workers={joining.least}, and others may join in "
                     "model.fit only, with steps_per_execution=1"
                 )
+            )
+
+    def _agreed(
+        self, progress: IteratorProgress, position: int, ranks: Sequence[int], table: Array
+    ) -> tuple[Sequence[int], Array]:
+        """Returns who takes the batch, and what they announce: those who join only if they announce what others do.
+
+        Raises:
+            MismatchError: others than those who join differ.
+            JoinError: this worker joins, and differs.
+        """
+        newcomers, self.newcomers = self.newcomers.intersection(ranks), frozenset()
+        try:
+            self._check(progress, position, ranks, table)
+        except MismatchError as error:
+            rest = [place for place, rank in enumerate(ranks) if rank not in newcomers]
+            if len(rest) in (0, len(ranks)):
+                raise
+            left = [ranks[place] for place in rest]
+            if self._rank in newcomers:
+                raise JoinError(
+                    f"this worker cannot join the job under way, which goes on without it: {error}"
+                ) from None
+            self._check(progress, position, left, table[rest])
+            logger.warning("tfps: rank %s cannot join, and the job goes on without it: %s", sorted(newcomers), error)
+            return left, table[rest]
+        return ranks, table
+
+    def _check(self, progress: IteratorProgress, position: int, ranks: Sequence[int], table: Array) -> None:
+        """Raises MismatchError if `ranks` do not announce the same batch; see `_decide`."""
+        _, places, rows, digests, _, hashes = table.T
+        own = ranks.index(self._rank)
+        others = np.flatnonzero(places != places[own])
+        if others.size:
+            shown = " and ".join(
+                f"rank {ranks[at]} at batch {places[at] & 0xFFFFFFFF} of its iterator number {places[at] >> 32}"
+                for at in sorted((own, int(others[0])))
+            )
+            raise MismatchError(
+                f"the workers must take batches in the same order, got {shown}; every worker must run "
+                "the same program (and after Ctrl-C at different steps a new strategy)"
+            )
+        batch_digests.check(digests, ranks, position, joins=position == progress.joined, hashes=hashes)
+        if progress.whole and (rows != rows[own]).any():
+            each = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks, rows, strict=True))
+            raise MismatchError(
+                f"all workers must have the same batches with min_workers, as each computes a part of them: batch "
+                f"{position} has {each} rows"
             )
 
     def _verdict(self, progress: IteratorProgress, position: int, codes: Array, ranks: Sequence[int]) -> _Verdict:

@@ -67,13 +67,6 @@ def _share_captured(original: Function, model: Model, *args: object, **options: 
         strategy.extended.captured(found)
 
 
-def captured_by(model: Model) -> list[Captured]:
-    """Returns the constants of `model` and of models within, in the same order on all ranks."""
-    functional = [each for each in model._flatten_layers() if isinstance(each, Functional)]
-    nodes = dict.fromkeys(itertools.chain.from_iterable(map(_nodes, functional)))
-    return [each for node in nodes for each in getattr(node.arguments, "tfps_captured", ())]
-
-
 def _nodes(model: Model) -> list[Node]:
     by_depth = model._nodes_by_depth
     return [node for depth in sorted(by_depth) for node in by_depth[depth]]

@@ -32,7 +32,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, strategy_of
+from tfps.graph.patches import BaseStrategy, replaced, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
@@ -238,7 +238,7 @@ def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback)
 def _on_first_rank(
     original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
-    if strategy.rank == 0:
+    if strategy.rank == 0 and not strategy.extended.exchange.joining.candidate:
         original(callback, *args, **options)
 
 
@@ -479,10 +479,13 @@ def _append_alike(
 ) -> None:
     """Ranks that append to one file write each line at the same place, so that it is there once.
 
-    Logs are the same on all ranks, and no rank ends an epoch before all have begun to train.
+    Logs are the same on all ranks, and no rank ends an epoch before all have begun to train. A worker that joins a job
+    under way goes on with the file.
     """
-    original(callback, *args, **options)
-    if strategy.num_workers > 1 and callback.append and "://" not in str(callback.filename):
+    with replaced(callback, "append", callback.append or strategy.extended.exchange.joining.candidate):
+        original(callback, *args, **options)
+        appends = callback.append
+    if strategy.num_workers > 1 and appends and "://" not in str(callback.filename):
         callback.csv_file.close()
         callback.csv_file = open(callback.filename, "r+")  # noqa: SIM115, PTH123  # closed by Keras
         callback.csv_file.seek(0, os.SEEK_END)

@@ -8,22 +8,27 @@ Tested in tests/elastic/test_joined.py.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
 import json
 import logging
 import threading
 import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfps.collectives import AllGather, Broadcast
-from tfps.errors import UnsupportedError, WaitTimeoutError, WorkerLostError
+from tfps.errors import JoinError, TfpsError, UnsupportedError, WaitTimeoutError, WorkerLostError, in_a_line
 from tfps.graph.patches import BaseStrategy
-from tfps.keras_hooks import python_data
+from tfps.keras_hooks import python_data, stages
 from tfps.keras_hooks.hooks import for_callbacks, replaces
 from tfps.keras_hooks.keras_private import distributed_dataset, has_read
 from tfps.keras_hooks.position import NEVER
-from tfps.keras_hooks.training_state import Snapshot, TrainingState
+from tfps.keras_hooks.training_state import Snapshot, TrainingState, note_begun
 from tfps.types import Batches, Callback, Function, Json, Model, Value
 
 logger = logging.getLogger("tfps")
@@ -42,8 +47,10 @@ def _begin_training(
         _let_others_in(strategy, False)
         original(callbacks, *args, **options)
         return
-    extended.training.training += 1
+    extended.training.begin_training()
     original(callbacks, *args, **options)
+    if extended.training.admits:
+        note_begun(callbacks.callbacks)
     if extended.exchange.joining.candidate:
         _join(strategy, callbacks)
 
@@ -54,16 +61,19 @@ def _begin_epoch(
     original: Function, strategy: BaseStrategy, callbacks: Callback, epoch: int, *args: object, **options: object
 ) -> None:
     """Lets workers take part that have joined the job meanwhile."""
-    extended = strategy.extended
+    extended, kept = strategy.extended, contextlib.ExitStack()
     if extended.training.admits and not extended.sharding.in_epoch:
         position = extended.training
         position.epoch = epoch
         anew = not has_read(position.iterator)  # else others may have agreed on its first batch already
         if not position.just_joined and (anew or extended.staging.lockstep.taken is not None):
             _admit(strategy, callbacks, 0)
+        if position.just_joined and position.skipped_steps:
+            kept.enter_context(position.joins.state.kept())
         position.just_joined = False
         _let_others_in(strategy, position.iterator.steps_per_execution == 1)
-    original(callbacks, epoch, *args, **options)
+    with kept:
+        original(callbacks, epoch, *args, **options)
 
 
 @replaces(keras.callbacks.CallbackList, "on_train_batch_begin", _TEST)
@@ -72,10 +82,14 @@ def _begin_batch(
     original: Function, strategy: BaseStrategy, callbacks: Callback, batch: int, *args: object, **options: object
 ) -> None:
     """As `CallbackList.on_epoch_begin`, between two steps."""
-    staging = strategy.extended.staging
-    if staging is not None and staging.lockstep is not None and staging.lockstep.taken is not None:
+    position, staging = strategy.extended.training, strategy.extended.staging
+    lockstep = None if staging is None else staging.lockstep
+    if lockstep is not None and lockstep.taken is not None and position.joins is None:  # else it is still stopped
         _admit(strategy, callbacks, batch)
     original(callbacks, batch, *args, **options)
+    if (joins := position.joins) is not None:
+        position.joins = None
+        _check(strategy, joins)
 
 
 def _let_others_in(strategy: BaseStrategy, between_steps: bool) -> None:
@@ -95,14 +109,43 @@ def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
         runtime.settle(runtime.wait_s)
     others = extended.exchange.joining.take_part(position.training)
     if others is None:
-        logger.info("tfps: training %d of the job is over; this worker goes on to the next", position.training)
-        position.move(model, NEVER)
+        logger.info("tfps: fit number %d of the job is over; this worker goes on to the next", position.training)
+        _skip(strategy, callbacks)
         return
-    with extended.aligned(others):
-        _hand_over(strategy, callbacks, joins=True)
+    with _alone(strategy), extended.aligned(others):
+        _hand_over(strategy, callbacks, others)
     position.just_joined = True
     model.reset_metrics()
     _combine_metrics(strategy, model)
+
+
+def _skip(strategy: BaseStrategy, callbacks: Callback) -> None:
+    """Makes a `fit` that the others have ended return at once, with their History."""
+    position = strategy.extended.training
+    said = stages.result_of(strategy, f"fit {position.training}")
+    for each in callbacks.callbacks:
+        if isinstance(each, keras.callbacks.History):
+            each.history, each.epoch = said["history"], said["epoch"]
+    stages.forget_values(strategy, position.training)
+    position.move(callbacks.model, NEVER)
+
+
+@contextlib.contextmanager
+def _alone(strategy: BaseStrategy) -> Iterator[None]:
+    """Whatever ends this worker in the block, which joins, ends it alone.
+
+    Raises:
+        JoinError: says so.
+    """
+    try:
+        yield
+    except Exception as error:
+        if strategy.extended.exchange.failure is not None:
+            raise
+        why = str(error) if isinstance(error, TfpsError) else in_a_line(error)
+        refusal = JoinError(f"this worker cannot join the job under way, which goes on without it: {why}")
+        strategy.extended.exchange.fail(refusal)
+        raise refusal from error
 
 
 def _one_batch(dataset: Batches) -> tf.data.Dataset:
@@ -145,9 +188,10 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
         runtime.settle(runtime.wait_s)
         if (others := joining.admit(candidates)) is not None:
             with extended.aligned(others):
-                _hand_over(strategy, callbacks, batch, joins=False)
+                _hand_over(strategy, callbacks, others, batch)
             _combine_metrics(strategy, callbacks.model)
-    lockstep.resume()
+    if extended.training.joins is None:
+        lockstep.resume()
 
 
 def _candidates(strategy: BaseStrategy) -> list[int]:
@@ -176,26 +220,102 @@ def _candidates(strategy: BaseStrategy) -> list[int]:
             threading.Event().wait(_ASK_S)
 
 
-def _hand_over(strategy: BaseStrategy, callbacks: Callback, batch: int = 0, *, joins: bool) -> None:
-    """Gives those who join the state of the others, before `batch` of the epoch; all ranks call it."""
-    extended, state = strategy.extended, TrainingState(strategy, callbacks)
-    own = state.capture(batch)
-    theirs = Snapshot.unpacked(Broadcast(extended.runtime, "state of the training")(own.packed))
-    if joins:
-        state.check_names(theirs)
-    extended.take_from_first_rank([*state.variables, *state.constants])
-    extended.staging.take_read()  # one who joins has read others, and one who was alone compared none
-    if joins:
-        state.apply(theirs)
-        state.check(theirs)
-        position = extended.training
-        logger.info(
-            "tfps: this worker goes on with step %d of epoch %d", position.skipped_steps + 1, theirs.plain["epoch"] + 1
-        )
+@dataclasses.dataclass(frozen=True)
+class Joins:
+    """Workers that have the state of the others, until all ranks have compared it before their first step."""
+
+    state: TrainingState
+    newcomers: Collection[int]
+
+
+def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int], batch: int = 0) -> None:
+    """Gives those who join the state of the `others`, before `batch` of the epoch; all ranks call it."""
+    extended, state, rank = strategy.extended, TrainingState(strategy, callbacks), strategy.rank
+    newcomers = set(extended.exchange.view.ranks).difference(others)
+    if rank in newcomers:
+        stages.know_values(strategy)  # they come now
+    gather = AllGather(extended.runtime, "variables of the training")
+    inventories: dict[int, dict[str, str]] = {}
+    for _ in range(2):
+        own = state.inventory()
+        inventories = {each: json.loads(said) for each, said in gather(json.dumps(own).encode()).items()}
+        if len({tuple(each) for each in inventories.values()}) == 1:
+            break
+        gc.collect()  # ranks collect garbage at different times
+        state = TrainingState(strategy, callbacks)
+    theirs = [said for each, said in inventories.items() if each not in newcomers]
+    refused = {
+        each: why
+        for each in sorted(newcomers & inventories.keys())
+        if (why := state.difference(theirs[0], inventories[each]))
+    }
+    newcomers -= _refuse(strategy, refused)
+    if not newcomers:
         return
-    state.move_remote(own)  # nothing has been assigned: pservers have all values still, or more than workers
-    if own.plain["taken"]:
-        extended.staging.lockstep.compare_next()
+    state.restrict(list(inventories.values()))
+    own_snapshot = _captured(state, batch)
+    snapshot = Snapshot.unpacked(Broadcast(extended.runtime, "state of the training")(own_snapshot.packed))
+    if "error" in snapshot.plain:
+        _refuse(strategy, {each: str(snapshot.plain["error"]) for each in newcomers})
+        return
+    extended.take_from_first_rank(state.variables)
+    extended.staging.take_read()  # one who joins has read others, and one who was alone compared none
+    if rank in newcomers:
+        for name in state.apply(snapshot):
+            logger.warning(
+                "tfps: callback %s begins anew on this worker, which joins; get_state() and set_state(state) would let "
+                "it go on",
+                name.split()[0],
+            )
+        position = extended.training.skipped_steps + 1, snapshot.plain["epoch"] + 1
+        logger.info("tfps: this worker goes on with step %d of epoch %d", *position)
+    else:
+        # Nothing has been assigned: pservers have all values still.
+        state.move_remote(snapshot if "error" in own_snapshot.plain else own_snapshot)
+        if snapshot.plain["taken"]:
+            extended.staging.lockstep.compare_next()
+    extended.training.joins = Joins(state, newcomers)
+
+
+def _captured(state: TrainingState, batch: int) -> Snapshot:
+    """What those who join get; what cannot be captured must not end a rank that has trained."""
+    try:
+        return state.capture(batch)
+    except Exception as error:
+        return Snapshot({"error": f"the others cannot say where they are: {in_a_line(error)}"}, {})
+
+
+def _check(strategy: BaseStrategy, joins: Joins) -> None:
+    """Compares the state of all ranks, after callbacks and before the first step of those who join."""
+    extended = strategy.extended
+    with _alone(strategy) if strategy.rank in joins.newcomers else contextlib.nullcontext():
+        said = AllGather(extended.runtime, "state of those who join")(joins.state.digest())
+        digests = {rank: np.frombuffer(each, np.int64) for rank, each in said.items()}
+        theirs = next(each for rank, each in digests.items() if rank not in joins.newcomers)
+        refused = {}
+        for rank in sorted(joins.newcomers & digests.keys()):
+            if (places := np.flatnonzero(digests[rank] != theirs)).size:
+                name = joins.state.described(int(places[0]))
+                refused[rank] = (
+                    f"it has another value than the others of {name}, as after a callback or a program that changes it "
+                    "on this worker only"
+                )
+        _refuse(strategy, refused)
+    extended.staging.lockstep.newcomers = frozenset(joins.newcomers - refused.keys())
+    extended.staging.lockstep.resume()
+
+
+def _refuse(strategy: BaseStrategy, refused: Mapping[int, str]) -> set[int]:
+    """Ends this worker if it is among the `refused`, who say why; returns them. All ranks call it.
+
+    Raises:
+        JoinError: it is.
+    """
+    for rank, why in refused.items():
+        if rank == strategy.rank:
+            raise JoinError(why)
+        logger.warning("tfps: rank %d cannot join, and the job goes on without it: %s", rank, why)
+    return set(refused)
 
 
 def _combine_metrics(strategy: BaseStrategy, model: Model) -> None:

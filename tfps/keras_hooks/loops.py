@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import keras
 
 from tfps.graph.patches import BaseStrategy, replaced
-from tfps.keras_hooks import generators
+from tfps.keras_hooks import generators, stages
 from tfps.keras_hooks.agreed_logs import compared_tables
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.keras_private import (
@@ -166,11 +166,17 @@ def _end_training(
 @replaces(keras.Model, "fit", _PROGRAMS)
 @for_models
 def _fit(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
-    """Compares what layers have adapted to between ranks, and tells the policy."""
-    if strategy.extended.exchange.joining.candidate and strategy.extended.training.admits:
+    """Compares what layers have adapted to between ranks, tells the policy, and leaves the History for who joins."""
+    position = strategy.extended.training
+    if strategy.extended.exchange.joining.candidate and position.admits:
         check_generators(original, model, args, options)
     with compared_tables(strategy, model), strategy.extended.policy.fitting():
-        return original(model, *args, **options)
+        if position.fitting:
+            return original(model, *args, **options)
+        with replaced(position, "fitting", True):
+            history = original(model, *args, **options)
+    stages.note(strategy, f"fit {position.training}", {"history": history.history, "epoch": history.epoch})
+    return history
 
 
 @replaces(keras.Model, "evaluate", _LOCAL)
@@ -178,10 +184,20 @@ def _fit(original: Function, strategy: BaseStrategy, model: Model, *args: object
 def _evaluate(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """As `Model.fit`; evaluates global parameters where workers train alone, and divides batches beforehand."""
     policy, evaluating = strategy.extended.policy, replaced(strategy.extended.sharding, "evaluates", True)
+    position, joining = strategy.extended.training, strategy.extended.exchange.joining
     if not options.get("_use_cached_eval_dataset"):  # not in `fit`
         policy.begin_evaluation()
+    stage = ""
+    if not position.fitting:
+        position.evaluation += 1
+        stage = f"evaluate {position.evaluation}"
+        if joining.candidate:
+            return stages.result_of(strategy, stage)
     with policy.global_parameters(), compared_tables(strategy, model), evaluating:
-        return original(model, *args, **options)
+        result = original(model, *args, **options)
+    if stage:
+        stages.note(strategy, stage, result)
+    return result
 
 
 @replaces(keras.Model, "predict", _SEMANTICS)
@@ -189,6 +205,7 @@ def _evaluate(original: Function, strategy: BaseStrategy, model: Model, *args: o
 @for_models
 def _predict(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """Gives every rank all predictions, by global parameters where workers train alone."""
+    stages.check_known(model)
     with strategy.extended.policy.global_parameters(), strategy.extended.sharding.off():
         return original(model, *args, **options)
 

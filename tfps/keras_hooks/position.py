@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfps.keras_hooks.keras_private import begin_at
-from tfps.types import Batches, Model
+from tfps.types import Argument, Batches, Model
 
 NEVER = 2**31  # an epoch that no training has
 
@@ -27,7 +27,10 @@ class Position:
         begun_epochs: epochs that `iterator` has begun, also those of before this worker joined.
         skipped_steps: steps of the next epoch that others have taken.
         seen_steps: steps that others have taken of epochs before, which read the same iterator over the data.
+        evaluation: number of the call of `evaluate`, from 1; those within a `fit` do not count.
+        fitting: whether a call of `fit` is under way.
         just_joined: whether this worker has joined, and its first epoch has not begun.
+        joins: who has joined, until the ranks have compared their states (joining.py).
     """
 
     admits: bool
@@ -37,8 +40,15 @@ class Position:
     begun_epochs: int = 0
     skipped_steps: int = 0
     seen_steps: int = 0
+    evaluation: int = 0
+    fitting: bool = False
     just_joined: bool = False
+    joins: Argument = None
     _moved: Model = None  # whose `fit` begins at another epoch than it was told
+
+    def begin_training(self) -> None:
+        """A call of `fit` begins."""
+        self.training += 1
 
     def begin(self, iterator: Batches) -> None:
         """A training begins that reads `iterator`."""
@@ -60,6 +70,7 @@ class Position:
 
     def end(self) -> None:
         """The training ends."""
+        self.joins = None
         if self._moved is not None:
             begin_at(self._moved, None)
             self._moved = None

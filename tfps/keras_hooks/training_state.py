@@ -1,46 +1,47 @@
 """Everything that a training depends on, in one place: what a worker that joins takes over from the others.
 
-That is: variables, what pservers keep for them, constants that the model has captured, what Keras' own callbacks have
-found, random states, and the place in the data.
+That is, by construction: every variable that the strategy has created, of any model, optimizer or layer; what pservers
+keep for them; constants that models have captured; what callbacks have found; random states; the place in the data.
+Metrics begin anew with the epoch, sums of gradients that are not applied yet are each rank's own.
 
 Tested in tests/elastic/test_joined.py and tests/keras_hooks/test_training_state.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import inspect
 import io
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tfps.errors import MismatchError
+from tfps.errors import JoinError
 from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks import python_data, random_numbers
-from tfps.keras_hooks.captured import Captured, captured_by
+from tfps.keras_hooks.captured import Captured
 from tfps.keras_hooks.keras_private import (
     continues,
     distributed_dataset,
+    global_seeds,
     has_read,
     known_batches,
+    set_global_seeds,
     set_known_batches,
 )
-from tfps.keras_hooks.variables import RemoteVariable
-from tfps.runtime.remote import RemoteParameter, RemoteSlot
-from tfps.types import Array, Callback, Json, Model, Variable
-from tfps.updates.states import fingerprint
+from tfps.types import Argument, Array, Callback, Json, Model, Optimizer, Variable
+from tfps.updates.states import ACCUMULATOR, fingerprint
+from tfps.updates.variables import GatedVariable
 
-Digest = tuple[list[str], list[int]]  # names, fingerprints
-_PLAIN = "plain"  # name of what is not an array in a packed snapshot
-# What Keras' callbacks have found so far. Arrays may be among them.
-_FOUND: dict[type, tuple[str, ...]] = {
-    keras.callbacks.History: ("history", "epoch"),
-    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
-    keras.callbacks.ModelCheckpoint: ("best",),
-}
+_PLAIN, _SETTINGS = "plain", "settings"
+_SMALL = 1024  # items of a variable that may be a setting of the next steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +49,16 @@ class Snapshot:
     """A `TrainingState` at one moment, without the values of variables.
 
     Attributes:
-        digest: of the whole state.
         plain: what JSON can say.
         arrays: arrays of any dtype, by name.
     """
 
-    digest: Digest
     plain: dict[str, Json]
     arrays: dict[str, Array]
 
     def packed(self) -> bytes:
         """As `unpacked` takes it, on another rank."""
-        text = json.dumps([self.digest, self.plain], default=float)
-        file, plain = io.BytesIO(), np.frombuffer(text.encode(), np.uint8)
+        file, plain = io.BytesIO(), np.frombuffer(json.dumps(self.plain).encode(), np.uint8)
         np.savez(file, **{_PLAIN: plain, **self.arrays})  # type: ignore[arg-type]  # it takes any name
         return file.getvalue()
 
@@ -69,56 +67,69 @@ class Snapshot:
         """The reverse of `packed`; lists stand for tuples."""
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             arrays = dict(file)
-        digest, plain = json.loads(arrays.pop(_PLAIN).tobytes())
-        return Snapshot(digest, plain, arrays)
+        return Snapshot(json.loads(arrays.pop(_PLAIN).tobytes()), arrays)
 
 
 class TrainingState:
     """Of the training under way, whose callbacks are in `callbacks`.
 
-    On one who has the state: `capture`, `digest`. On one who takes it over: `check_names`, then the values of
-    `variables` and `constants` come (`Extended.take_from_first_rank`), then `apply`, and `check` that all is equal.
-
-    Attributes:
-        variables: TensorFlow's, whose values are part of the state; no metrics, which begin anew with the epoch.
-        constants: of the model and models within it.
+    Ranks compare what they have (`inventory`), and agree on it (`restrict`). Those who join then get the values of
+    `variables` and `constants` (`Extended.take_from_first_rank`), and `apply` what another rank has captured
+    (`capture`). In the end all have the same `digest`.
     """
 
     def __init__(self, strategy: BaseStrategy, callbacks: Callback) -> None:
         self._strategy, self._callbacks = strategy, callbacks.callbacks
         self._model: Model = callbacks.model
-        self.variables, self._remote = _variables(self._model)
-        self.constants = captured_by(self._model)
-        self._traced = [each.numpy() for each in self.constants]  # with which this rank may have traced a step
+        metrics = {id(each.value) for each in self._model.metrics_variables}
+        own = {id(each.value) for each in self._model.variables} - metrics
+        self._found: dict[int, Variable | Captured] = {}  # by order of creation, the same on all ranks
+        self._apart: list[Variable] = []  # that each rank has for itself
+        for number, reference in enumerate(strategy.extended.initial_values.agreed):
+            variable = reference()
+            if isinstance(variable, GatedVariable) and ACCUMULATOR in variable.name:
+                self._apart.append(variable)
+            elif isinstance(variable, (GatedVariable, Captured)) or id(variable) in own:
+                self._found[number] = variable
+        self._created = len(strategy.extended.initial_values.agreed)
+        self._traced = {number: each.numpy() for number, each in self._found.items() if isinstance(each, Captured)}
 
     @property
-    def names(self) -> list[str]:
-        """Name, shape and dtype of each variable."""
-        return [f"{each.name} {each.shape} {each.dtype.name}" for each in self.variables]
+    def variables(self) -> list[Variable | Captured]:
+        """Whose values are part of the state: variables of TensorFlow, and constants of models."""
+        return list(self._found.values())
 
-    def digest(self) -> Digest:
-        """The names, and the fingerprints of the values."""
-        return self.names, [fingerprint(each.numpy()) for each in self.variables]
+    def inventory(self) -> dict[str, str]:
+        """Name, shape and dtype of each variable, by number, and the settings of the optimizer."""
+        found = {str(number): _described(each) for number, each in self._found.items()}
+        return {**found, _SETTINGS: _settings(self._model.optimizer)}
 
-    def check_names(self, snapshot: Snapshot) -> None:
-        """Raises MismatchError if this rank's variables are others than those of the rank that gave `snapshot`."""
-        theirs, own = snapshot.digest[0], self.names
-        if theirs != own:
-            first = next((pair for pair in zip(theirs, own, strict=False) if pair[0] != pair[1]), ("", ""))
-            raise MismatchError(
-                f"a worker that joins must have the variables of the others, got {len(own)} and {len(theirs)}"
-                f"; the first that differ are {first[1]!r} here and {first[0]!r} there"
-            )
+    def restrict(self, inventories: Sequence[Mapping[str, str]]) -> None:
+        """Leaves out what some rank has not any more."""
+        self._found = {
+            number: each for number, each in self._found.items() if all(str(number) in said for said in inventories)
+        }
 
-    def check(self, snapshot: Snapshot) -> None:
-        """Raises MismatchError if this rank, which has applied `snapshot`, has another state than who gave it."""
-        _check_traced(self.constants, self._traced)
-        for name, theirs, own in zip(*snapshot.digest, self.digest()[1], strict=True):
-            if theirs != own:
-                raise MismatchError(
-                    f"a worker that joins must have the values of the others, but those of {name!r} have the checksum "
-                    f"{own:#x} here and {theirs:#x} there: was it assigned on some ranks only?"
-                )
+    def difference(self, theirs: Mapping[str, str], own: Mapping[str, str]) -> str:
+        """Says where `own`, the inventory of one who joins, is not `theirs`; empty: nowhere that matters."""
+        for number, text in theirs.items():
+            if number in own and own[number] != text:
+                if number == _SETTINGS:
+                    return f"its optimizer differs from the others': {_first_difference(own[number], text)}"
+                return f"it has other variables than the others: {own[number]!r} where they have {text!r}"
+        last = max((int(number) for number in own if number != _SETTINGS), default=-1)
+        later = [text for number, text in theirs.items() if number != _SETTINGS and int(number) > last]
+        if later:
+            return f"the others have created {later[0]} in this training, which it has not"
+        return ""
+
+    def digest(self) -> Array:
+        """Fingerprints of the values, int64 [variables]."""
+        return np.array([fingerprint(each.numpy()) for each in self._found.values()], np.int64)
+
+    def described(self, place: int) -> str:
+        """The variable at `place` of the digest, for messages."""
+        return _described(self.variables[place])
 
     def capture(self, batch: int) -> Snapshot:
         """The state before `batch` of the epoch."""
@@ -130,7 +141,7 @@ class TrainingState:
         taken = (lockstep.taken or 0) if batch or has_read(epochs) else 0
         is_open = batch > 0 or continues(epochs)
         missed = position.begun_epochs - (batch > 0)
-        found, arrays = _found(self._callbacks)
+        arrays: dict[str, Array] = {}
         plain = {
             "epoch": position.epoch,
             "batch": batch,
@@ -141,11 +152,21 @@ class TrainingState:
             "known_batches": known_batches(epochs),
             "shuffles": random_numbers.shuffles(epochs),
             "python_data": python_data.position(epochs, missed, goes_on=taken > 0),
+            "random": {**random_numbers.states(), "keras": global_seeds()},
             "missed": missed,
-            "callbacks": found,
+            "stops": bool(self._model.stop_training),
+            "callbacks": {key: found_by(key, each, arrays) for key, each in keyed(self._callbacks)},
             "remote": [each.place(arrays, f"remote/{number}") for number, each in enumerate(self._remote)],
         }
-        return Snapshot(self.digest(), plain, arrays)
+        return Snapshot(plain, arrays)
+
+    @property
+    def _remote(self) -> Iterator[Argument]:
+        """What pservers have of the variables."""
+        for each in self._found.values():
+            if (remote := getattr(each, "remote", None)) is not None:
+                yield remote
+                yield from remote.slots
 
     def move_remote(self, snapshot: Snapshot) -> None:
         """Finds on pservers what was there for the rank that captured `snapshot`: another rank, or this one before.
@@ -155,10 +176,19 @@ class TrainingState:
         for number, (each, place) in enumerate(zip(self._remote, snapshot.plain["remote"], strict=True)):
             each.move(place, snapshot.arrays, f"remote/{number}")
 
-    def apply(self, snapshot: Snapshot) -> None:
-        """Goes on where the rank was that captured `snapshot`, from its data's place to what callbacks have found."""
+    def apply(self, snapshot: Snapshot) -> list[str]:
+        """Goes on where the rank was that captured `snapshot`; the variables have its values already.
+
+        Returns the callbacks that begin anew.
+
+        Raises:
+            JoinError: it cannot.
+        """
         extended, said = self._strategy.extended, snapshot.plain
         position, epochs = extended.training, extended.training.iterator
+        self._check_traced()
+        for variable in self._apart:
+            variable.assign(tf.zeros_like(variable))
         self.move_remote(snapshot)
         goes_on = int(said["taken"] > 0)  # an iterator goes on, which is counted among these
         extended.staging.lockstep.places = said["iterators"] - goes_on
@@ -172,51 +202,143 @@ class TrainingState:
         position.skipped_steps, position.begun_epochs = said["batch"], said["missed"]
         seen = epochs.steps_per_epoch is not None and goes_on
         position.seen_steps = said["taken"] - said["batch"] if seen else 0
-        _set_found(self._callbacks, said["callbacks"], snapshot.arrays)
+        self._model.stop_training = said["stops"]
+        anew = [
+            key
+            for key, callback in keyed(self._callbacks)
+            if (found := said["callbacks"].get(key)) is not None and not set_found(key, callback, found, snapshot)
+        ]
+        random_numbers.set_states(said["random"])
+        set_global_seeds(said["random"]["keras"])
         position.move(self._model, said["epoch"])
+        return anew
 
-
-def _variables(model: Model) -> tuple[list[Variable], list[RemoteParameter | RemoteSlot]]:
-    """The variables whose values are part of the state, and what pservers have of them."""
-    metrics = {id(variable) for variable in model.metrics_variables}
-    found = [each for each in (*model.variables, *model.optimizer.variables) if id(each) not in metrics]
-    own = list({id(each.value): each.value for each in found if not isinstance(each, RemoteVariable)}.values())
-    remote = [each.remote for each in own if getattr(each, "remote", None) is not None]
-    slots = {id(each): each.slot for each in found if isinstance(each, RemoteVariable)}
-    return own, [*remote, *slots.values()]
-
-
-def _check_traced(constants: Sequence[Captured], before: Sequence[Array]) -> None:
-    """Raises MismatchError if this rank has traced its step with other `constants` than the others have."""
-    for constant, own in zip(constants, before, strict=True):
-        if not np.allclose(constant.numpy(), own, rtol=1e-3, atol=1e-6):  # hosts may round differently
-            raise MismatchError(
+    def _check_traced(self) -> None:
+        """Raises JoinError if this rank has traced its step with other constants than the others have."""
+        for number, own in self._traced.items():
+            constant = self._found.get(number)
+            if constant is None or np.allclose(constant.numpy(), own, rtol=1e-3, atol=1e-6):  # hosts may round
+                continue
+            raise JoinError(
                 f"a worker that joins must have the constants of the others, but the model has captured another one as "
                 f"{constant.name!r}, computed from weights or random numbers when it was built; set one seed on all "
                 "ranks before the model is built (keras.utils.set_random_seed)"
             )
 
-
-def _found(callbacks: Sequence[Callback]) -> tuple[list[Json], dict[str, Array]]:
-    """What Keras' own callbacks have found, in their order; lists of arrays apart, by place and name."""
-    found, arrays = [], {}
-    for place, callback in enumerate(callbacks):
-        names = next((names for kind, names in _FOUND.items() if type(callback) is kind), ())
-        values = {}
-        for name in names:
-            value = getattr(callback, name, None)
-            if name == "best_weights":
-                for number, each in enumerate(value or ()):
-                    arrays[f"{place}/{name}/{number}"] = np.asarray(each)
-                value = None if value is None else len(value)
-            values[name] = value
-        found.append(values)
-    return found, arrays
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is assigned in the block to scalars and small variables is undone: others have done it before."""
+        small = [
+            each
+            for each in self._found.values()
+            if isinstance(each, GatedVariable) and (each.shape.num_elements() or _SMALL + 1) <= _SMALL
+        ]
+        before = [each.numpy() for each in small]
+        yield
+        for variable, value in zip(small, before, strict=True):
+            if variable.numpy().tobytes() != value.tobytes():
+                variable.assign(value)
 
 
-def _set_found(callbacks: Sequence[Callback], found: Sequence[Json], arrays: Mapping[str, Array]) -> None:
-    for place, (callback, values) in enumerate(zip(callbacks, found, strict=False)):
-        for name, value in values.items():
-            if name == "best_weights" and value is not None:
-                value = [arrays[f"{place}/{name}/{number}"] for number in range(value)]
-            setattr(callback, name, value)
+def _described(variable: Variable | Captured) -> str:
+    return f"{variable.name} {variable.shape} {variable.dtype.name}"
+
+
+def _settings(optimizer: Optimizer) -> str:
+    """The settings of `optimizer` that are not variables."""
+    config = {"class": type(optimizer).__name__, **optimizer.get_config()}
+    if isinstance(config.get("learning_rate"), float):
+        del config["learning_rate"]  # a variable
+    return json.dumps(config, default=repr, sort_keys=True)
+
+
+def _first_difference(own: str, theirs: str) -> str:
+    mine, its = json.loads(own), json.loads(theirs)
+    for name in (*its, *mine):
+        if (here := mine.get(name)) != (there := its.get(name)):
+            return f"{name} is {here!r}, not {there!r}"
+    raise AssertionError("they are equal")
+
+
+# What callbacks have found: of Keras' own what has changed since training began, of others what they say themselves.
+
+
+def keyed(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+    """The callbacks with names: class, and how many of it come before."""
+    seen: Counter[str] = Counter()
+    keyed = []
+    for each in callbacks:
+        kind = f"{type(each).__module__}.{type(each).__qualname__}"
+        keyed.append((f"{kind} {seen[kind]}", each))
+        seen[kind] += 1
+    return keyed
+
+
+def note_begun(callbacks: Sequence[Callback]) -> None:
+    """Notes what `callbacks` have when training begins."""
+    for each in callbacks:
+        each.tfps_begun = copy.deepcopy(_plain_of(each))
+
+
+def _of_keras(callback: Callback) -> bool:
+    """Whether `callback` is one of Keras' own with a state, or inherits from one."""
+    stateless = (keras.callbacks.Callback, keras.callbacks.LambdaCallback)
+    return any(each.__module__.startswith("keras.") and each not in stateless for each in type(callback).__mro__)
+
+
+def _plain_of(callback: Callback) -> dict[str, Json]:
+    """The attributes of `callback` that JSON can say, but for settings: those of Keras and its arguments."""
+    settings = {"params", "tfps_begun"}
+    for each in type(callback).__mro__:
+        settings.update(inspect.signature(each.__init__).parameters)
+    found = {name: in_json(value) for name, value in vars(callback).items() if name not in settings}
+    return {name: value for name, value in found.items() if _plain(value)}
+
+
+def _plain(value: Argument) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def in_json(value: Argument) -> Argument:
+    """`value`, which JSON can say, with numbers of Python in the place of NumPy's."""
+    if isinstance(value, dict):
+        return {key: in_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [in_json(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def found_by(key: str, callback: Callback, arrays: dict[str, Array]) -> Json:
+    """What `callback` has found, for `set_found`; lists of arrays go to `arrays`."""
+    if callable(get := getattr(callback, "get_state", None)) and not _of_keras(callback):
+        state = in_json(get())
+        if not _plain(state):
+            raise JoinError(f"{key.split()[0]}.get_state() must give what JSON can say")
+        return {"state": state}
+    begun = getattr(callback, "tfps_begun", {})
+    changed = {name: each for name, each in _plain_of(callback).items() if name not in begun or begun[name] != each}
+    if not _of_keras(callback):
+        return {"anew": bool(changed) and not type(callback).__module__.startswith("tfps.")}
+    lists = {}
+    for name, value in vars(callback).items():
+        if isinstance(value, (list, tuple)) and value and all(isinstance(each, np.ndarray) for each in value):
+            lists[name] = len(value)
+            arrays |= {f"{key}/{name}/{number}": each for number, each in enumerate(value)}
+    return {"changed": changed, "lists": lists}
+
+
+def set_found(key: str, callback: Callback, found: Json, snapshot: Snapshot) -> bool:
+    """Gives `callback` what another rank's has found; returns False if it begins anew in spite of that."""
+    if "state" in found:
+        callback.set_state(found["state"])
+    for name, value in found.get("changed", {}).items():
+        setattr(callback, name, value)
+    for name, count in found.get("lists", {}).items():
+        setattr(callback, name, [snapshot.arrays[f"{key}/{name}/{number}"] for number in range(count)])
+    if isinstance(callback, keras.callbacks.CSVLogger) and callback.csv_file is not None:
+        callback.csv_file.seek(0, os.SEEK_END)  # the others have written lines since it was opened
+    return not found.get("anew", False)

@@ -112,7 +112,7 @@ class DiLoCo(Independent):
         for variable, copy in zip(variables, copies, strict=True):
             self._global_values.add(variable)
             self._runtime.gate_watch.add(copy.gates)
-        self._strategy.extended._initial_values.forget(copies)
+        self._strategy.extended.initial_values.forget(copies)
         outer = OuterOptimizer(self._strategy, variables, apart, optimizer, self._numbers)
         self._known.add(outer)
         return outer

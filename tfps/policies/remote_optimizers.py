@@ -208,6 +208,7 @@ class RemoteOptimizer(RemoteRule):
     def make_slot(self, variable: Variable, name: str, path: str, shape: tuple[int, ...], initial: float) -> RemoteSlot:
         slot = RemoteSlot(path, self.strategy.extended.exchange, variable.wait, shape, initial)
         self._slots.setdefault(variable._unique_id, {})[name] = slot
+        variable.remote.slots.append(slot)
         return slot
 
     def slots(self, variable: Variable) -> Sequence[RemoteSlot]:

@@ -44,7 +44,7 @@ class Ahead(NamedTuple):
 class RemoteParameter:
     """Where the current value of a variable is."""
 
-    __slots__ = ("ahead", "begin", "holder", "restored", "synchronized")
+    __slots__ = ("ahead", "begin", "holder", "restored", "slots", "synchronized")
 
     def __init__(self) -> None:
         # The bucket whose pservers have it; None: only the workers do, as after an assignment.
@@ -53,6 +53,7 @@ class RemoteParameter:
         self.ahead = False  # whether the pservers there may have another value than the workers
         self.synchronized = False  # whether all ranks have had its newest value since the last push; for mode "async"
         self.restored: Ahead | None = None  # from a checkpoint, for the next push
+        self.slots: list[RemoteSlot] = []  # that optimizers have there for it
 
     def exact(self, exchange: Exchange, worker_view: Array) -> Array | None:
         """The pservers' own value, flat uint8, if workers may have another one: `worker_view`, the same way."""

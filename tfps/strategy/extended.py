@@ -16,7 +16,7 @@ from tfps.collectives import AllGather
 from tfps.compression import NONE
 from tfps.config import Config
 from tfps.embeddings.variable import all_tables, prefetch
-from tfps.errors import TfpsError, UnsupportedError, from_text
+from tfps.errors import JoinError, TfpsError, UnsupportedError, from_text
 from tfps.exchange.interface import Exchange
 from tfps.graph import common_rows
 from tfps.graph.foresight import noting_inputs
@@ -98,12 +98,12 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.training = Position(admits=self.changes and self.policy.together)
         self._present = AllGather(runtime, "ranks that are present")
         self._local_gather = LocalGather(self._devices)
-        self._initial_values = InitialValues(runtime)
+        self.initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = Invariants.of(runtime, config.check_every) if self.policy.together else None
         self.states: States | None = None
         if self._invariants is not None and self.staging is not None:
-            self.states = States(runtime, self.combiner, self._initial_values, self.staging)
+            self.states = States(runtime, self.combiner, self.initial_values, self.staging)
         self.compressing = Compressing(config.compression_rules, runtime, self.policy.remote_parameters)
         replicas, bucket_bytes = len(self._devices), config.bucket_bytes
         self.scheduler = UpdateScheduler(strategy, runtime, replicas, bucket_bytes, self._invariants, self.compressing)
@@ -235,24 +235,24 @@ class Extended(mirrored_strategy.MirroredExtended):
             elif variable.trainable and variable.dtype in _FLOATING and variable.shape.is_fully_defined():
                 variable.make_gates()
                 self._runtime.gate_watch.add(variable.gates)
-        self._initial_values.created(variable)
+        self.initial_values.created(variable)
         if self._in_eager_step and isinstance(variable, GatedVariable) and tf.executing_eagerly() and self.shards:
-            self._initial_values.share_now(variable)  # this very step reads it
+            self.initial_values.share_now(variable)  # this very step reads it
         return variable
 
     def captured(self, constants: Sequence[Captured]) -> None:
         """Gives constants of a model rank 0's values with the variables'."""
         for each in constants:
-            self._initial_values.created(each)
+            self.initial_values.created(each)
 
     def take_from_first_rank(self, variables: Sequence[Variable]) -> None:
         """Copies rank 0's values of `variables` of this strategy to all ranks; every rank must call it."""
-        self._initial_values.share(list(variables))
+        self.initial_values.share(list(variables))
 
     def agree_outside_run(self) -> None:
         """Gives new variables rank 0's values where a loop without `run` applies gradients."""
         self._runtime.used = True
-        self._initial_values.agree(used=tf.executing_eagerly(), written=self.combiner.written_eagerly())
+        self.initial_values.agree(used=tf.executing_eagerly(), written=self.combiner.written_eagerly())
 
     @property
     def combines_apart(self) -> bool:
@@ -305,7 +305,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         if not self.shards:
             fn = self.sharding.kept_off(fn)
         self._runtime.used = True
-        self._initial_values.agree()
+        self.initial_values.agree()
         fn = noting_inputs(fn)
         if self.last_batch is not None:
             sum_up = functools.partial(self._replica_ctx_all_reduce, _SUM)
@@ -330,7 +330,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             with replaced(self, "_replica_graph", graph), apart:
                 result = super()._call_for_each_replica(fn, args, kwargs)
             self.scheduler.end_call(graph)
-        self._initial_values.agree()
+        self.initial_values.agree()
         return result
 
     def _replica_ctx_all_reduce(
@@ -492,6 +492,11 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     def _cross_replica_key(self) -> tuple[Hashable, ...]:
         self._runtime.used = True
+        if self.exchange.joining.candidate:
+            raise JoinError(
+                "this worker cannot join the job under way: the program reduces or gathers values of all ranks before "
+                "the fit that the others are in, and they have done so without it"
+            )
         return () if tf.executing_eagerly() else self.scheduler.next_reduction("cross-replica")
 
     def _local_results(self, val: Value) -> tuple[Value, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfps.config import Config, Launch, Security, TraceRequest, checks_names, ignored_variables, unknown_variables
+from tfps.config import Config, Launch, Security, TraceRequest, checks_names, unknown_variables, with_variables
 from tfps.embeddings.saving import restore_tables, save_tables
 from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
@@ -137,9 +137,9 @@ class Strategy(BaseStrategy):
     ) -> None:
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"config must be a tfps.Config, got {config!r}")
-        self.config = Config.from_environment() if config is None else config
+        self.config, ignored = with_variables(config or Config())
         request = TraceRequest.from_environment()
-        _show_messages(config)
+        _show_messages(ignored)
         cluster = find(pservers, self.config)
         self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
         if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable) or not devices):
@@ -346,15 +346,15 @@ class Strategy(BaseStrategy):
             self.extended.states.finish()
 
 
-def _show_messages(own: Config | None) -> None:
+def _show_messages(ignored: Sequence[str]) -> None:
     """Logs events, such as the chosen sizes, to stderr, one line each, unless the program has set up logging.
 
-    `own`: the program's config, by which variables may have no effect.
+    `ignored`: lines about variables that have no effect.
     """
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
-    for line in [*unknown_variables(), *([] if own is None else ignored_variables(own))]:
+    for line in [*unknown_variables(), *ignored]:
         _warn_once(line)
 
 

@@ -27,7 +27,7 @@ from tfps.updates.names import own_name
 from tfps.updates.variables import GatedVariable
 
 _PATIENCE_S = 5.0  # at the end: others may still do something alone
-_ACCUMULATOR = "gradient_accumulator"  # in the name of what belongs to a replica until the next update
+ACCUMULATOR = "gradient_accumulator"  # in the name of what belongs to a replica until the next update
 
 
 class States:
@@ -73,7 +73,7 @@ class States:
                 variable = reference()
                 if not isinstance(variable, GatedVariable) or variable.dtype in (tf.string, tf.resource, tf.variant):
                     continue  # gone, or what each replica has for itself
-                if (variable.local and not statistics) or _ACCUMULATOR in variable.name:
+                if (variable.local and not statistics) or ACCUMULATOR in variable.name:
                     continue
                 variable.wait()
                 found[number] = variable, fingerprint(variable._values[0].numpy())

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import DTypeLike
 
-from tfps.errors import UnsupportedError
+from tfps.errors import JoinError, UnsupportedError
 from tfps.graph.ops import HOST, Gate, computed_from, is_argument, outside, pass_gate, place_of, write_after
 from tfps.graph.patches import replaced
 from tfps.graph.row_kinds import Of
@@ -192,6 +192,7 @@ class GatedVariable(Converted, values.MirroredVariable):
     written_in_graph = False  # by a function of the program, at some time
     batch_statistic = False  # of a replica's batch, as documented: of Keras' BatchNormalization
     never_combined = False  # replicas step alike, or each worker has a value of its own
+    unknown = ""  # why it must not be read; see stages.py
     global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer_optimizer.py
 
     @property
@@ -296,6 +297,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         """Notes that the program is about to assign this variable."""
         if _tracing.deferral is not None or in_symbolic_scope():
             return
+        self.unknown = ""
         if not tf.executing_eagerly():
             if self.remote is not None:
                 raise UnsupportedError(
@@ -489,6 +491,8 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     def _kept(self) -> tf.Tensor | None:
         """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""
+        if self.unknown and tf.executing_eagerly():
+            raise JoinError(self.unknown)
         deferral = _tracing.deferral
         if deferral is None or any(self is own or self.owner is own for own in deferral.variables):
             return None

@@ -81,6 +81,7 @@ _CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a n
     9: errors.UnsupportedError,
     10: errors.InterruptError,
     11: errors.NonFiniteError,
+    12: errors.JoinError,
 }
 
 

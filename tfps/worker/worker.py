@@ -15,6 +15,7 @@ from tfps.errors import (
     ConfigError,
     ConnectError,
     InterruptError,
+    JoinError,
     MismatchError,
     PserverLostError,
     TfpsError,
@@ -243,7 +244,11 @@ class Worker:
             error = self._farewell
         else:
             who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
-            known = told or (self.config.outlives_pservers and isinstance(error, PserverLostError))
+            known = (
+                told
+                or isinstance(error, JoinError)
+                or (self.config.outlives_pservers and isinstance(error, PserverLostError))
+            )
             self._farewell = error if known else type(error)(f"{who} failed: {error}")
         if self._failures.fail(error):
             self.pushes.end()
