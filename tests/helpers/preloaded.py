@@ -1,6 +1,7 @@
 """Runs scripts in processes that have imported TensorFlow and Keras already.
 
 The import takes 7 s of processor time, more than most scripts of tests: one process imports, and forks for each script.
+With `PRELOADED_USAGE=FILE` each script adds to FILE, in a line of JSON, the test, its arguments and its processor time.
 All processes of a test run share it. The script is `__main__` of its process and ends as under a Python of its own:
 uncaught errors, exit handlers, signals.
 """
@@ -158,7 +159,12 @@ def _serve(where: Path) -> str | None:
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             os.write(reports, b"%d\n" % code)
             os.read(reports, 1)  # until nobody can send it a signal any more
-            os.waitpid(child, 0)
+            _, _, used = os.wait4(child, 0)
+            if usage := os.environ.get("PRELOADED_USAGE"):
+                script, arguments, environment = json.loads(message)
+                row = environment.get("PYTEST_CURRENT_TEST"), script, arguments, used.ru_utime + used.ru_stime
+                with Path(usage).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
             os._exit(0)
         os.close(reports)
         os.dup2(out, 1)
@@ -183,7 +189,11 @@ def _enter(namespace: str) -> None:
 
 if __name__ == "__main__":
     import keras  # noqa: F401
+    import sklearn.datasets  # noqa: F401
     import tensorflow  # noqa: F401
+
+    sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+    import tfps.strategy.strategy  # noqa: F401
 
     gc.freeze()  # no collection touches, and so copies, what the processes share
     _script = _serve(Path(sys.argv[1]))
