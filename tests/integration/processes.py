@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import preloaded
 from preloaded import Process
 
-from tfps.types import Json
+from tfps.pserver.server import ParameterServer
+from tfps.types import Json, Value
 
 HERE = Path(__file__).resolve().parent
 PYTHONPATH = os.pathsep.join(  # with this copy of tfps
@@ -47,6 +49,34 @@ def started(
         for process in processes:
             process.kill()
             process.communicate()
+
+
+@contextmanager
+def pservers(count: int, workers: int) -> Iterator[list[str]]:
+    """Their addresses."""
+    with ExitStack() as ends:
+        servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(count)]
+        for server in servers:
+            ends.callback(server.stop)
+        yield [server.address for server in servers]
+
+
+def ran(
+    folder: Path,
+    programs: Sequence[str],
+    settings: Mapping[str, str],
+    workers: int = 2,
+    count: int = 2,
+    timeout_s: float = 550.0,
+) -> list[dict[str, dict[str, Value]]]:
+    """What programs of program.py, as "module.name", end with on each rank, by their names; on `count` pservers."""
+    arguments = [str(folder), *programs]
+    with (
+        pservers(count, workers) as addresses,
+        started("program.py", addresses, workers, [arguments] * workers, **settings) as running,
+    ):
+        outputs(running, timeout_s)
+    return [pickle.loads((folder / f"results_{rank}.pickle").read_bytes()) for rank in range(workers)]
 
 
 def finish(processes: Sequence[Process], timeout_s: float = TIMEOUT_S) -> list[tuple[int, str]]:

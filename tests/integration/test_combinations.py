@@ -11,7 +11,6 @@ import processes
 import pytest
 
 import tfps
-from tfps.pserver.server import ParameterServer
 from tfps.types import Json
 
 MODES: list[dict[str, Json]] = [
@@ -101,15 +100,12 @@ def carried_otherwise(settings: dict[str, Json]) -> dict[str, Json]:
 
 def check(combinations: list[dict[str, Json]], tmp_path: Path, workers: int = WORKERS) -> list[Json]:
     """Ranks end equal, the loss falls, and what is near plain Keras is; returns the digests of the weights."""
-    servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2)]
     arguments = [[str(tmp_path / str(rank)), json.dumps(combinations)] for rank in range(workers)]
-    addresses = [server.address for server in servers]
-    try:
-        with processes.started("combinations.py", addresses, workers, arguments) as running:
-            said = processes.outputs(running, timeout_s=1500.0)
-    finally:
-        for server in servers:
-            server.stop()
+    with (
+        processes.pservers(2, workers) as addresses,
+        processes.started("combinations.py", addresses, workers, arguments) as running,
+    ):
+        said = processes.outputs(running, timeout_s=1500.0)
     ranks = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in said]
     assert [len(found) for found in ranks] == [len(combinations)] * workers
     for settings, first, *others in zip(combinations, *ranks, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import statistics
 import subprocess
@@ -13,7 +12,6 @@ import processes
 import pytest
 from launching import ROOT, command, environment
 
-from tfps.pserver.server import ParameterServer
 from tfps.types import Value
 
 CODECS = ["bfloat16", "float16", "int8", "topk:0.05", "onebit", "int8,*/bias=none,dense/kernel=bfloat16"]
@@ -27,17 +25,9 @@ def run(
     folder: Path, names: list[str], compression: str, workers: int = 2, pservers: int = 2, **more: str
 ) -> list[dict[str, dict[str, Value]]]:
     """What each rank's programs end with."""
-    servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(pservers)]
-    arguments = [str(folder), *(f"programs_compression.{name}" for name in names)]
     settings = {**SMALL, "TFPS_COMPRESSION": compression, **more}
-    try:
-        addresses = [server.address for server in servers]
-        with processes.started("program.py", addresses, workers, [arguments] * workers, **settings) as running:
-            processes.outputs(running, TIMEOUT_S)
-    finally:
-        for server in servers:
-            server.stop()
-    return [pickle.loads((folder / f"results_{rank}.pickle").read_bytes()) for rank in range(workers)]
+    programs = [f"programs_compression.{name}" for name in names]
+    return processes.ran(folder, programs, settings, workers, pservers, TIMEOUT_S)
 
 
 def check(ranks: list[dict[str, dict[str, Value]]]) -> None:

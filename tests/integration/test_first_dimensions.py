@@ -5,14 +5,11 @@ What has one first dimension is in tests/input/test_whole_batches.py.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import processes
 import pytest
-
-from tfps.pserver.server import ParameterServer
 
 pytestmark = pytest.mark.timeout(300)
 # Batches that were trained on: those before, and as many as the data for training have where others are wrong.
@@ -24,17 +21,10 @@ REFUSED = "UnsupportedError: a batch is cut .* got 30 in batch[0]['edges'], 12 i
     "options", [{}, pytest.param({"TFPS_MIN_WORKERS": "1"}, marks=pytest.mark.long)], ids=["whole", "min_workers"]
 )
 def test_a_batch_of_other_first_dimensions_ends_all_ranks_by_name(options: Mapping[str, str], tmp_path: Path) -> None:
-    server = ParameterServer("127.0.0.1", 0, workers=2)
-    names = [*ENDED, "predict"]
-    arguments = [[str(tmp_path), *(f"programs_first_dimensions.{name}" for name in names)]] * 2
-    try:
-        with processes.started("program.py", [server.address], 2, arguments, **options) as running:
-            processes.outputs(running, 200.0)
-    finally:
-        server.stop()
+    names = [f"programs_first_dimensions.{each}" for each in (*ENDED, "predict")]
+    ended = processes.ran(tmp_path, names, options, count=1, timeout_s=200.0)
     start, _, found = REFUSED.partition(" .* ")
-    for rank in range(2):
-        results = pickle.loads((tmp_path / f"results_{rank}.pickle").read_bytes())
+    for rank, results in enumerate(ended):
         assert results["predict"] == {"error": "none", "batches": 0}
         for name, trained in ENDED.items():
             error = results[name]["error"]

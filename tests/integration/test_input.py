@@ -10,7 +10,6 @@ from pathlib import Path
 import processes
 import pytest
 
-from tfps.pserver.server import ParameterServer
 from tfps.types import Json
 
 # The first job belongs to the quick suite, the second is long.
@@ -29,14 +28,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
     @functools.cache
     def results(long: bool) -> list[dict[str, Json]]:
-        servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(2)]
         files = [tmp_path_factory.mktemp("uneven") / f"{rank}.json" for rank in range(2)]
-        addresses = [server.address for server in servers]
         arguments = [[str(file), *(LONG if long else QUICK)] for file in files]
-        with processes.started("uneven.py", addresses, 2, arguments) as running:
+        with (
+            processes.pservers(2, 2) as addresses,
+            processes.started("uneven.py", addresses, 2, arguments) as running,
+        ):
             processes.outputs(running)
-        for server in servers:
-            server.stop()
         return [json.loads(Path(file).read_text()) for file in files]
 
     def of(program: str) -> list[dict[str, Json]]:

@@ -15,7 +15,6 @@ import processes
 import pytest
 from local_training import Settings, Simulation, difference
 
-from tfps.pserver.server import ParameterServer
 from tfps.types import Value
 
 pytestmark = pytest.mark.timeout(600)
@@ -49,17 +48,14 @@ def run(
 ) -> list[list[dict[str, Value]]]:
     """What each rank ends with, by case."""
     workers = len(steps)
-    servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2)]
     files = [folder / f"{rank}.pickle" for rank in range(workers)]
     counts, arguments = ",".join(map(str, steps)), [json.dumps(asdict(case)) for case in cases]
-    try:
-        addresses = [server.address for server in servers]
-        each = [[str(file), counts, *arguments] for file in files]
-        with processes.started("local.py", addresses, workers, each, **SMALL, DEVICES=str(devices)) as running:
-            processes.outputs(running)
-    finally:
-        for server in servers:
-            server.stop()
+    each = [[str(file), counts, *arguments] for file in files]
+    with (
+        processes.pservers(2, workers) as addresses,
+        processes.started("local.py", addresses, workers, each, **SMALL, DEVICES=str(devices)) as running,
+    ):
+        processes.outputs(running)
     ranks = [pickle.loads(file.read_bytes()) for file in files]
     return [[rank[number] for rank in ranks] for number in range(len(cases))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import signal
 from collections.abc import Iterator, Mapping
@@ -26,16 +25,7 @@ Results = list[dict[str, dict[str, Value]]]  # of each rank: what each program e
 
 
 def run(names: list[str], folder: Path, more: Mapping[str, str]) -> Results:
-    servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(2)]
-    arguments = [str(folder), *(f"programs_local.{name}" for name in names)]
-    try:
-        addresses = [server.address for server in servers]
-        with processes.started("program.py", addresses, 2, [arguments] * 2, **{**DILOCO, **more}) as running:
-            processes.outputs(running, 550.0)
-    finally:
-        for server in servers:
-            server.stop()
-    return [pickle.loads((folder / f"results_{rank}.pickle").read_bytes()) for rank in range(2)]
+    return processes.ran(folder, [f"programs_local.{name}" for name in names], {**DILOCO, **more})
 
 
 def check(name: str, results: Results) -> list[dict[str, Value]]:

@@ -9,8 +9,6 @@ import processes
 import pytest
 import test_programs
 
-from tfps.pserver.server import ParameterServer
-
 SERVER = {"TFPS_UPDATE": "server", "TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
 PROGRAMS = ["adam", "embedding_sgd"]
 pytestmark = pytest.mark.timeout(600)
@@ -51,15 +49,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
     workers: int, devices: int, alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2)]
-    addresses, files = [server.address for server in servers], [tmp_path / f"{rank}.npz" for rank in range(workers)]
+    files = [tmp_path / f"{rank}.npz" for rank in range(workers)]
     arguments = [[str(file), *PROGRAMS] for file in files]
-    try:
-        with processes.started("train.py", addresses, workers, arguments, **SERVER, DEVICES=str(devices)) as running:
-            processes.outputs(running)
-    finally:
-        for server in servers:
-            server.stop()
+    with (
+        processes.pservers(2, workers) as addresses,
+        processes.started("train.py", addresses, workers, arguments, **SERVER, DEVICES=str(devices)) as running,
+    ):
+        processes.outputs(running)
     first, *others = (dict(np.load(file)) for file in files)
     for other in others:
         for name in first:

@@ -26,9 +26,7 @@ WHOLE = [  # of programs_whole.py
 NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (2, 2): [
-        *("one_row_in_all", "worker_without_rows", "lookups", "unique_lookups", "step", "sparse"),
-    ],
+    (2, 1): ["one_row_in_all", "worker_without_rows", "lookups", "unique_lookups", "step", "sparse"],
 }
 ONE_DEVICE = {
     "several_steps",
@@ -60,7 +58,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
     @functools.cache
     def results(workers: int, devices: int, quick: bool) -> Results:
-        names = QUICK[workers, devices] if quick else [*PROGRAMS, *WHOLE]
+        names = QUICK[workers, devices] if quick else [*PROGRAMS, *WHOLE, *NO_ROWS]
         pairs = [(module_of(name), name) for name in names if devices == 1 or name not in ONE_DEVICE]
         return test_programs.run(pairs, tmp_path_factory.mktemp("rows"), workers, devices)
 
@@ -74,31 +72,21 @@ def test_what_does_not_divide_is_what_plain_keras_does(workers: int, devices: in
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("workers", "devices", "name"), cases({job: [*PROGRAMS, *WHOLE] for job in [(2, 1), (3, 1), (1, 2), (2, 2)]})
+    ("workers", "devices", "name"),
+    cases({job: [*PROGRAMS, *WHOLE, *NO_ROWS] for job in [(2, 1), (3, 1), (1, 2), (2, 2)]}),
 )
 def test_so_it_does_with_other_workers_and_devices(workers: int, devices: int, name: str, jobs: Jobs) -> None:
     test_programs.check(name, jobs(workers, devices, False))
 
 
 @pytest.fixture(scope="module")
-def no_rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, str], Results]:
-    """Runs all programs of a job together."""
-
-    @functools.cache
-    def results(workers: int, devices: int, update: str) -> Results:
-        pairs = [("programs_no_rows", name) for name in NO_ROWS]
-        folder = tmp_path_factory.mktemp("no_rows")
-        return test_programs.run(pairs, folder, workers, devices, {"TFPS_UPDATE": update})
-
-    return results
+def no_rows(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Of the programs with update="server"."""
+    pairs = [("programs_no_rows", name) for name in NO_ROWS]
+    return test_programs.run(pairs, tmp_path_factory.mktemp("no_rows"), more={"TFPS_UPDATE": "server"})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NO_ROWS)
-@pytest.mark.parametrize(
-    ("workers", "devices", "update"), [(1, 2, "worker"), (3, 1, "worker"), (2, 1, "server")], ids=str
-)
-def test_what_is_nan_of_no_rows_reaches_nothing_in_other_jobs(
-    name: str, workers: int, devices: int, update: str, no_rows: Callable[[int, int, str], Results]
-) -> None:
-    test_programs.check(name, no_rows(workers, devices, update))
+def test_what_is_nan_of_no_rows_reaches_nothing_on_the_server(name: str, no_rows: Results) -> None:
+    test_programs.check(name, no_rows)

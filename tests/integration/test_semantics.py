@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import processes
 import pytest
-
-from tfps.pserver.server import ParameterServer
-
-
-@pytest.fixture
-def pservers() -> Iterator[Callable[[int], list[str]]]:
-    running: list[ParameterServer] = []
-
-    def start(workers: int) -> list[str]:
-        running.extend(ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2))
-        return [server.address for server in running]
-
-    yield start
-    for server in running:
-        server.stop()
+from jobs import Cluster
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_two_workers_do_what_tf_distribute_documents(pservers: Callable[[int], list[str]], devices: int) -> None:
-    with processes.started("api.py", pservers(2), 2, [[str(devices)]] * 2) as running:
+def test_two_workers_do_what_tf_distribute_documents(cluster: Cluster, devices: int) -> None:
+    with processes.started("api.py", cluster.pservers(2, 2), 2, [[str(devices)]] * 2) as running:
         for output in processes.outputs(running):
             assert output.count("passed:") == 18
             assert "FAILED" not in output
@@ -39,18 +24,16 @@ def test_two_workers_do_what_tf_distribute_documents(pservers: Callable[[int], l
 )
 @pytest.mark.long
 def test_what_replicas_write_for_themselves_is_read_as_of_one_process(
-    pservers: Callable[[int], list[str]], workers: int, devices: int, tmp_path: Path
+    cluster: Cluster, workers: int, devices: int, tmp_path: Path
 ) -> None:
     arguments = [[str(devices), str(tmp_path)]] * workers
-    with processes.started("reading.py", pservers(workers), workers, arguments) as running:
+    with processes.started("reading.py", cluster.pservers(2, workers), workers, arguments) as running:
         for output in processes.outputs(running):
             assert "all passed" in output
 
 
-def test_a_rank_that_reads_alone_in_the_middle_of_training_is_told_what_to_do(
-    pservers: Callable[[int], list[str]],
-) -> None:
-    with processes.started("reading.py", pservers(2), 2, [["alone"]] * 2) as running:
+def test_a_rank_that_reads_alone_in_the_middle_of_training_is_told_what_to_do(cluster: Cluster) -> None:
+    with processes.started("reading.py", cluster.pservers(2, 2), 2, [["alone"]] * 2) as running:
         (first, output), (second, other) = processes.finish(running)
     assert first == second == 1
     assert re.search(r"raised WaitTimeoutError rank 0: variables .*call strategy.combine\(\) on every rank", output)

@@ -9,8 +9,6 @@ import numpy as np
 import processes
 import pytest
 
-from tfps.pserver.server import ParameterServer
-
 PROGRAMS = ["adam", "adafactor", "embedding"]
 SMALL = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
 
@@ -26,10 +24,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def servers(workers: int) -> Iterator[list[str]]:
-    running = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2)]
-    yield [server.address for server in running]
-    for server in running:
-        server.stop()
+    with processes.pservers(2, workers) as addresses:
+        yield addresses
 
 
 def train(
