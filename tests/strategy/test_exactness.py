@@ -14,7 +14,7 @@ import tensorflow as tf
 import training
 
 import tfps
-from tfps.types import Argument, Options, Value
+from tfps.types import Argument, Options
 
 OPTIMIZERS = sorted(
     name
@@ -52,7 +52,7 @@ LIKE_OTHERS = ("Adadelta", "Adagrad", "Adamax", "AdamW", "Lamb", "RMSprop")
     [
         pytest.param(
             *(name, eager),
-            marks=pytest.mark.long if (eager and name not in QUICK) or name in LIKE_OTHERS else (),
+            marks=pytest.mark.long if eager or name in LIKE_OTHERS else (),
             id=f"{'eager' if eager else 'graph'}-{name}",
         )
         for name in OPTIMIZERS
@@ -155,24 +155,10 @@ def test_optimizer_options_end_bitwise_equal_to_plain_keras(
     assert training.train(strategy, build) == training.train(None, build)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "Adam" else pytest.mark.long) for name in OPTIMIZERS]
-)
-def test_a_learning_rate_schedule_is_read_as_of_the_step(strategy: tfps.Strategy, name: str) -> None:
-    build = optimizer(name, learning_rate=keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5))
-    assert training.train(strategy, build) == training.train(None, build)
-
-
-@pytest.mark.parametrize("name", ["SGD", *(pytest.param(name, marks=pytest.mark.long) for name in ("Adam", "Nadam"))])
-def test_constraints_apply_after_the_update(strategy: tfps.Strategy, name: str) -> None:
-    def constrained() -> Value:
-        return training.mlp(kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint="non_neg")
-
-    assert training.train(strategy, optimizer(name), constrained) == training.train(None, optimizer(name), constrained)
-
-
+# Models with what others do not have; Muon has attention, above.
+OWN = (*TELLING, training.normalized_shared_layer, training.subclassed)
 # Optimizer, eager or not, and the models that are quick; others are long.
-KINDS = (("SGD", False, ()), ("SGD", True, ()), ("Adam", False, MODELS), ("Adam", True, TELLING))
+KINDS = (("SGD", False, ()), ("SGD", True, ()), ("Adam", False, OWN), ("Adam", True, TELLING))
 
 
 @pytest.mark.parametrize(
