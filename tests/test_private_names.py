@@ -8,6 +8,7 @@ that tfps defines too, in another class, is taken for its own.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import sys
@@ -29,13 +30,15 @@ SOURCES = sorted(
     for path in PACKAGE.rglob("*.py")
     if path.name != "__main__.py" and not OUTSIDE.intersection(path.relative_to(PACKAGE).parts)
 )
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 DOCUMENTED = {"_asdict", "_fields", "_make", "_replace", "_exit"}  # of namedtuples and of os
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "Patch", "replaces"}
 PRIVATE_MODULES = ("tensorflow.python.", "tensorflow.core.", "keras.src.")
 
-importlib.import_module("tfps.strategy.strategy")  # which checks
-by_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    importlib.import_module("tfps.strategy.strategy")  # which checks
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 
 def is_private(name: str) -> bool:
@@ -87,30 +90,40 @@ def is_own(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "tfps"
 
 
-OWN = {cls: defined(node) for path, tree in TREES.items() for node, cls in classes(path, tree)}
-DERIVED = [cls for cls in OWN if not all(is_own(base) or base is object for base in cls.__mro__)]
-OWN_ANYWHERE = set().union(*map(defined, TREES.values()))
-CHECKED = set().union(*needed.values())
+@functools.cache
+def own() -> dict[type, set[str]]:
+    """What each class of tfps defines."""
+    return {cls: defined(node) for path, tree in trees().items() for node, cls in classes(path, tree)}
+
+
+@functools.cache
+def own_anywhere() -> set[str]:
+    return set().union(*map(defined, trees().values()))
+
+
+def checked() -> set[str]:
+    trees()
+    return set().union(*needed.values())
 
 
 def unchecked_attributes(tree: ast.AST) -> list[str]:
     """Private attributes of anything but the `self` of a class; that of a function which replaces a method counts."""
     of_classes = {id(node) for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for node in ast.walk(each)}
+    known = checked() | own_anywhere() | DOCUMENTED
     return [
         f"line {line}: {ast.unparse(owner)}.{name}"
         for line, owner, name in attributes(tree)
-        if is_private(name)
-        and not (is_self(owner) and id(owner) in of_classes)
-        and name not in CHECKED | OWN_ANYWHERE | DOCUMENTED
+        if is_private(name) and not (is_self(owner) and id(owner) in of_classes) and name not in known
     ]
 
 
 def unchecked_of_self(tree: ast.AST, own: set[str]) -> list[str]:
     """Private attributes of `self` that are not among `own`."""
+    known = checked() | own
     return [
         f"line {line}: self.{name}"
         for line, owner, name in attributes(tree)
-        if is_private(name) and is_self(owner) and name not in CHECKED | own
+        if is_private(name) and is_self(owner) and name not in known
     ]
 
 
@@ -126,31 +139,35 @@ def unchecked_of_modules(tree: ast.AST, module: types.ModuleType) -> list[str]:
     return found
 
 
-@by_source
-def test_private_attributes_of_others_have_been_checked(path: Path) -> None:
-    assert not unchecked_attributes(TREES[path])
+def test_private_attributes_of_others_have_been_checked() -> None:
+    found = {path.name: unchecked_attributes(tree) for path, tree in trees().items()}
+    assert not {name: each for name, each in found.items() if each}
 
 
-@by_source
-def test_private_attributes_that_classes_have_from_others_have_been_checked(path: Path) -> None:
-    for node, cls in classes(path, TREES[path]):
-        own = set().union(*(OWN[each] for each in cls.__mro__ if is_own(each)))
-        assert not unchecked_of_self(node, own), cls
+def test_private_attributes_that_classes_have_from_others_have_been_checked() -> None:
+    found = {
+        cls: unchecked_of_self(node, set().union(*(own()[each] for each in cls.__mro__ if is_own(each))))
+        for path, tree in trees().items()
+        for node, cls in classes(path, tree)
+    }
+    assert not {cls: each for cls, each in found.items() if each}
 
 
-@by_source
-def test_what_is_used_of_private_modules_has_been_checked(path: Path) -> None:
-    assert not unchecked_of_modules(TREES[path], module_of(path))
+def test_what_is_used_of_private_modules_has_been_checked() -> None:
+    found = {path.name: unchecked_of_modules(tree, module_of(path)) for path, tree in trees().items()}
+    assert not {name: each for name, each in found.items() if each}
 
 
-@pytest.mark.parametrize("cls", DERIVED, ids=lambda cls: cls.__qualname__)
-def test_private_attributes_that_override_those_of_others_have_been_checked(cls: type) -> None:
+def test_private_attributes_that_override_those_of_others_have_been_checked() -> None:
     """What has the same name by chance is found too."""
-    for base in cls.__mro__:
-        if not is_own(base) and base is not object:
-            checked = set().union(*(names for owner, names in needed.items() if owner in cls.__mro__))
-            theirs = {name for name in OWN[cls] if is_private(name) and has(base, name)}
-            assert not theirs - checked, base
+    found = {}
+    for cls, names in own().items():
+        known = set().union(*(names for owner, names in needed.items() if owner in cls.__mro__))
+        for base in cls.__mro__:
+            if not is_own(base) and base is not object:
+                found[cls, base] = {name for name in names if is_private(name) and has(base, name)} - known
+    assert found
+    assert not {key: each for key, each in found.items() if each}
 
 
 def has(base: type, name: str) -> bool:
@@ -163,7 +180,7 @@ def has(base: type, name: str) -> bool:
 
 def test_functions_that_are_replaced_have_been_checked() -> None:
     tfps.Strategy().close()
-    checked = {id(getattr(owner, name, None)) for owner, names in needed.items() for name in names}
+    ids = {id(getattr(owner, name, None)) for owner, names in needed.items() for name in names}
     found = []
     for module in [each for name, each in sys.modules.items() if name.partition(".")[0] in ("tensorflow", "keras")]:
         owners = [module, *(each for each in vars(module).values() if isinstance(each, type))]
@@ -176,12 +193,12 @@ def test_functions_that_are_replaced_have_been_checked() -> None:
             and value.__module__.partition(".")[0] != "tfps"  # wrapped
         ]
     assert len({name for _, name in found}) >= 20
-    assert not [(owner, name) for owner, name in found if id(getattr(owner, name)) not in checked]
+    assert not [(owner, name) for owner, name in found if id(getattr(owner, name)) not in ids]
 
 
 def test_what_is_checked_is_used() -> None:
-    used = OWN_ANYWHERE.union(*({name for _, _, name in attributes(tree)} for tree in TREES.values()))
-    assert not CHECKED - used
+    used = own_anywhere().union(*({name for _, _, name in attributes(tree)} for tree in trees().values()))
+    assert not checked() - used
 
 
 @pytest.mark.parametrize(
