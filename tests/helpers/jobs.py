@@ -42,6 +42,8 @@ DEADLINE_S = 60.0  # how long a test waits for what must happen; never reached i
 Transport = Literal["tcp", "grpc", "shared memory", "both"]
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=DEADLINE_S, step_timeout_s=DEADLINE_S)
 _T = TypeVar("_T")
+# For a test that is to run over each data path; its `cluster` must take one.
+OVER_ALL = pytest.mark.parametrize("cluster", ["tcp", "grpc", "shared memory"], indirect=True)
 
 
 class Pending:
@@ -143,11 +145,15 @@ def together(*calls: Callable[[], _T]) -> list[_T]:
 
 
 class Cluster(contextlib.ExitStack):
-    """Pservers and workers that end with the test."""
+    """Pservers and workers that end with the test: workers first, as they would wait for pservers that are gone."""
 
-    def pserver(self, workers: int, **options: Argument) -> ParameterServer:
-        server = ParameterServer("127.0.0.1", 0, workers=workers, **options)
-        self.callback(server.stop, 0.2)
+    def __init__(self) -> None:
+        super().__init__()
+        self._servers = self.enter_context(contextlib.ExitStack())
+
+    def pserver(self, workers: int, port: int = 0, **options: Argument) -> ParameterServer:
+        server = ParameterServer("127.0.0.1", port, workers=workers, **options)
+        self._servers.callback(server.stop, 0.2)
         return server
 
     def pservers(self, count: int, workers: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import jobs
 import numpy as np
@@ -29,14 +28,6 @@ CONFIG = Config(
 )
 START = np.arange(ITEMS, dtype=np.float32)
 GRADIENT = np.linspace(-1, 1, ITEMS, dtype=np.float32)
-
-
-@pytest.fixture
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Over the first pserver's data connection and other pservers' shared memory, unless a test asks for a path."""
-    jobs.use(getattr(request, "param", "both"), monkeypatch)
-    with Cluster() as cluster:
-        yield cluster
 
 
 def sgd(momentum: float = 0.5, name: str = "w") -> BucketSpec:

@@ -52,15 +52,6 @@ def test_a_rank_whose_data_ends_earlier_is_named(cluster: Cluster) -> None:
     assert "give every worker the same number of batches" in str(error)
 
 
-def test_a_push_after_another_rank_has_left_fails_at_once(cluster: Cluster) -> None:
-    first, second = job(cluster, 2, bucket(5000))
-    second.close()
-    assert first.failure is None  # a leave that nobody waits for is no error
-    error = push(first, 0, bytes(5000)).error()
-    assert isinstance(error, WorkerLostError)
-    assert "left before step 0" in str(error)
-
-
 CALLS: dict[str, Callable[[Worker], object]] = {
     "Declare": lambda worker: worker.declare([bucket(5000)]),
     "Put": lambda worker: worker.state.write(0, 0, 0, bytes(8)),
@@ -177,6 +168,7 @@ def sockets() -> int:
     return found
 
 
+@jobs.OVER_ALL
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_connection_outlives_its_worker(cluster: Cluster, fails: bool) -> None:
     server = cluster.pserver(2)
@@ -249,6 +241,7 @@ threading.Event().wait()
 """
 
 
+@jobs.OVER_ALL
 @pytest.mark.parametrize("busy", [True, False], ids=["while others wait for it", "while nobody waits"])
 def test_a_killed_worker_is_named_on_all_others(cluster: Cluster, busy: bool) -> None:
     addresses = cluster.pservers(2, 3)
