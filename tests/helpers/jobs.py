@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -46,6 +47,13 @@ _T = TypeVar("_T")
 OVER_ALL = pytest.mark.parametrize("cluster", ["tcp", "grpc", "shared memory"], indirect=True)
 
 
+def expected(error: Exception | None, kind: type[Exception] | UnionType, text: str) -> Exception:
+    """The error, which must be of this kind and say this text."""
+    assert isinstance(error, kind), error
+    assert text in str(error)
+    return error
+
+
 class Pending:
     """An `on_reply` that can be waited for."""
 
@@ -70,8 +78,8 @@ class Pending:
             raise reply.error
         return reply
 
-    def error(self) -> Exception:
-        """The error of a reply that must be one."""
+    def error(self, kind: type[Exception] | UnionType = Exception, text: str = "") -> Exception:
+        """The error of a reply that must be one, of this kind and with this text."""
         try:
             reply = self.wait()
         except TimeoutError:
@@ -81,10 +89,7 @@ class Pending:
             pass
         else:
             raise AssertionError(f"expected an error, got {reply}")
-        error = self.replies[0].error
-        if error is None:
-            raise AssertionError("expected an error")
-        return error
+        return expected(self.replies[0].error, kind, text)
 
 
 def push(exchange: Exchange, bucket: int, payload: Payload | None) -> Pending:
@@ -111,10 +116,10 @@ class Failed:
         self.errors.append(error)
         self._failed.set()
 
-    def wait(self) -> Exception:
+    def wait(self, kind: type[Exception] | UnionType = Exception, text: str = "") -> Exception:
         if not self._failed.wait(DEADLINE_S):
             raise TimeoutError("no failure")
-        return self.errors[0]
+        return expected(self.errors[0], kind, text)
 
 
 def attempt(*calls: Callable[[], _T]) -> list[_T | Exception]:
@@ -320,12 +325,12 @@ class RawWorker:
         header, payload = frames.decode(next(self.pulling))
         return header, bytes(payload)
 
-    def read_error(self) -> Exception:
+    def read_error(self, kind: type[Exception] | UnionType = Exception, text: str = "") -> Exception:
         """The ERROR frame at the end; frames before it are skipped."""
         while True:
             header, payload = self.read()
             if header.kind == frames.Kind.ERROR:
-                return frames.decode_error(header, memoryview(payload))
+                return expected(frames.decode_error(header, memoryview(payload)), kind, text)
 
     def leave(self) -> None:
         self.pserver.call("Leave", pb.LeaveRequest(incarnation=self.incarnation, rank=self.rank), DEADLINE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 from tfps.trace.capture import KINDS, NONE, Capture, Span
 from tfps.trace.capture_file import read
 from tfps.trace.recorder import RECORD, SENT, Recorder
+from tfps.types import Argument
+from tfps.wire.send_queue import SendQueue
 
 
 class Sent(NamedTuple):
@@ -35,6 +38,23 @@ def sends(recorder: Recorder) -> list[Sent]:
     records = np.frombuffer(recorder.records(), RECORD)
     names = ["step", "bucket", "slice", "priority", "nbytes", "rank", "pserver"]
     return [Sent(*row) for row in records[records["kind"] == SENT][names].tolist()]
+
+
+def note_in_flight(recorder: Recorder, queues: Mapping[tuple[int, int], SendQueue]) -> list[int]:
+    """Bytes in flight whenever one of `queues` has given out a slice, from now on while `recorder` is on.
+
+    Args:
+        queues: of this recorder, by rank and pserver of the other end, of which one is -1.
+    """
+    found: list[int] = []
+    sent = recorder.sent
+
+    def noted(*fields: Argument) -> None:
+        sent(*fields)
+        found.append(queues[fields[-2], fields[-1]].load.in_flight_bytes)  # the queue's lock is this thread's
+
+    recorder.sent = noted  # type: ignore[method-assign, assignment]
+    return found
 
 
 def captured(log_dir: Path) -> Capture:

@@ -29,7 +29,7 @@ from tfps.pserver.server import ParameterServer
 from tfps.pserver.slices import SumSlice
 from tfps.wire import frames, send_queue
 from tfps.wire.connection import write_shared
-from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, SHARED, Header, Kind
+from tfps.wire.frames import EMPTY, LAST, MAX_FRAME_BYTES, SHARED, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Arena
 from tfps.worker.worker import Worker
@@ -153,8 +153,7 @@ def test_a_malformed_frame_fails_the_job_and_names_the_rank(cluster: Cluster, wh
     members = pair(cluster)
     members[1].send(message)
     for member in members:
-        error = member.read_error()
-        assert isinstance(error, ProtocolError)
+        error = member.read_error(ProtocolError)
         assert str(error).startswith("rank 1: ")
         with pytest.raises(ProtocolError, match=rule):
             raise error
@@ -215,9 +214,7 @@ def test_a_stream_that_breaks_fails_the_job_and_ends_the_other(cluster: Cluster,
     members = pair(cluster)
     members[1].send(frames.encode(GOOD, bytes(1024)))
     getattr(members[1], stream).cancel()
-    error = members[0].read_error()
-    assert isinstance(error, WorkerLostError)
-    assert "rank 1 (rawhost:" in str(error)
+    error = members[0].read_error(WorkerLostError, "rank 1 (rawhost:")
     assert "died at step 0" in str(error)
     for member in members:  # nobody has to wait for the worker to end them
         assert member.pushing.code() is grpc.StatusCode.CANCELLED

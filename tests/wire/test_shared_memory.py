@@ -310,8 +310,7 @@ def test_a_wrong_place_fails_the_job_and_names_the_rank(sharing: tuple[jobs.RawW
     raw, _ = sharing
     message, rule = WRONG[what]
     raw.send(message)
-    error = raw.read_error()
-    assert isinstance(error, ProtocolError)
+    error = raw.read_error(ProtocolError)
     assert str(error).startswith("rank 0: ")
     assert rule in str(error)
 

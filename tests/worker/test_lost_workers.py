@@ -179,9 +179,9 @@ def test_too_few_end_the_job_by_name(cluster: Cluster) -> None:
     failed = [Failed(worker) for worker in lost.workers]
     lost.end_connections()
     for each in failed:
-        error = each.wait()
-        assert isinstance(error, WorkerLostError)
-        assert "2 of 3 workers are left, fewer than min_workers=3, and no other has joined within 0.1 s" in str(error)
+        error = each.wait(
+            WorkerLostError, "2 of 3 workers are left, fewer than min_workers=3, and no other has joined within 0.1 s"
+        )
         assert "rank 1 (rawhost:" in str(error)
 
 
@@ -207,9 +207,7 @@ def test_a_silent_worker_is_lost_and_learns_it_when_it_wakes(cluster: Cluster, m
     for each in pending:
         assert summed(each.wait()).tolist() == [2.0] * 512
     assert "has been silent for" in lost.server.status().changes[0]
-    error = lost.doomed.read_error()
-    assert isinstance(error, WorkerLostError)
-    assert "the other workers went on without this one: rank 1" in str(error)
+    lost.doomed.read_error(WorkerLostError, "the other workers went on without this one: rank 1")
     with pytest.raises(WorkerLostError, match="went on without this one"):
         lost.doomed.declare(number=2)
 

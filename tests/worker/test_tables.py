@@ -148,9 +148,7 @@ def test_rows_that_a_step_does_not_touch_come_before_its_gradients(cluster: Clus
 def test_gradients_of_rows_that_were_not_asked_for_are_refused_after_others_relied_on_that(cluster: Cluster) -> None:
     (worker,) = jobs.job(cluster, 1, bucket())
     asked(worker, ids_of(1), 0, trains=True, complete=True).wait()
-    error = added(worker, ids_of(2), np.ones((1, 3), np.float32), 0).error()
-    assert isinstance(error, ProtocolError)
-    assert "2" in str(error)
+    error = added(worker, ids_of(2), np.ones((1, 3), np.float32), 0).error(ProtocolError, "2")
     assert "asked" in str(error)
 
 
@@ -196,17 +194,13 @@ def test_ranks_that_update_otherwise_are_told_so(cluster: Cluster) -> None:
     ones = np.ones((1, 3), np.float32)
     pending = added(first, ids_of(1), ones, 0)
     added(second, ids_of(1), ones, 0, StepScalars(0, (0.0, 0.25)))
-    error = pending.error()
-    assert isinstance(error, MismatchError)
-    assert "'user'" in str(error)
+    error = pending.error(MismatchError, "'user'")
     assert "learning_rate" in str(error)
 
 
 def test_an_id_out_of_range_fails_the_job_by_name(cluster: Cluster) -> None:
     (worker,) = jobs.job(cluster, 1, bucket(described(rows=10)))
-    error = asked(worker, ids_of(3, 10), 0).error()
-    assert isinstance(error, ProtocolError)
-    assert "10" in str(error)
+    asked(worker, ids_of(3, 10), 0).error(ProtocolError, "10")
 
 
 def test_a_table_that_may_not_fit_is_refused_when_it_is_declared(cluster: Cluster) -> None:
@@ -219,9 +213,7 @@ def test_a_table_that_may_not_fit_is_refused_when_it_is_declared(cluster: Cluste
 def test_an_error_names_the_rank_that_rows_wait_for(cluster: Cluster) -> None:
     config = dataclasses.replace(CONFIG, step_timeout_s=1.0)
     first, _ = jobs.job(cluster, 2, bucket(), config=config)
-    error = added(first, ids_of(1), np.ones((1, 3), np.float32), 0).error()
-    assert isinstance(error, WaitTimeoutError)
-    assert "'user'" in str(error)
+    error = added(first, ids_of(1), np.ones((1, 3), np.float32), 0).error(WaitTimeoutError, "'user'")
     assert "rank 1" in str(error)
 
 

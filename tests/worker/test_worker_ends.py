@@ -30,9 +30,7 @@ def test_a_rank_that_does_not_push_is_named_after_the_timeout(cluster: Cluster) 
     first, second = job(cluster, 2, bucket(5000, name="dense/kernel"), pservers=2, config=config)
     waits = push(first, 0, bytes(5000))
     jobs.overdue(first, missing=1)
-    error = waits.error()
-    assert isinstance(error, WaitTimeoutError)
-    assert "bucket 'dense/kernel' step 0: no result within 60 s" in str(error)
+    error = waits.error(WaitTimeoutError, "bucket 'dense/kernel' step 0: no result within 60 s")
     assert f"waits for rank 1 ({socket.gethostname()}:" in str(error)
     heard = jobs.Failed(second).wait()
     assert "rank 0" in str(heard)
@@ -45,9 +43,7 @@ def test_a_rank_whose_data_ends_earlier_is_named(cluster: Cluster) -> None:
         pending.wait()
     waiting = push(first, 0, bytes(5000))
     second.close()
-    error = waiting.error()
-    assert isinstance(error, WorkerLostError)
-    assert "rank 1" in str(error)
+    error = waiting.error(WorkerLostError, "rank 1")
     assert "left before step 1 of bucket 'dense/kernel'" in str(error)
     assert "give every worker the same number of batches" in str(error)
 
@@ -101,8 +97,7 @@ def test_why_a_rank_left_is_quoted_to_those_that_wait_for_it_and_to_nobody_else(
     first, second = job(cluster, 2, bucket(5000), pservers=2)
     second.close("OSError: no space")
     assert first.failure is None
-    error = push(first, 0, bytes(5000)).error()
-    assert isinstance(error, WorkerLostError)
+    error = push(first, 0, bytes(5000)).error(WorkerLostError)
     assert re.search(r"rank 1 \(.*\) left before step 0 of .* wait: it ended with OSError: no space", str(error))
 
 
@@ -204,8 +199,7 @@ def test_a_stopped_pserver_is_named(cluster: Cluster) -> None:
     declare(workers, bucket(5000))
     waiting = push(workers[0], 0, bytes(5000))
     servers[1].stop(jobs.DEADLINE_S)  # streams end by themselves, but perhaps not within the default
-    error = waiting.error()
-    assert isinstance(error, PserverLostError)
+    error = waiting.error(PserverLostError)
     assert str(error) == f"pserver {servers[1].address} was stopped"
     assert str(jobs.Failed(workers[1]).wait()) == str(error)
 
