@@ -15,6 +15,7 @@ from moving import GRADIENT, ITEMS, TOTAL, Job, deafening
 
 from tfps.exchange.interface import Payload
 from tfps.pserver import regrouping
+from tfps.recovery import exchange
 from tfps.types import Argument
 from tfps.worker import worker as worker_module
 from tfps.worker.bucket import PushedBucket
@@ -47,6 +48,7 @@ def test_nobody_lacks_a_result_whose_giver_dies_while_it_gives_it(
         return repeat(pushes, number, giver, result, on_reply)
 
     monkeypatch.setattr(Pushes, "repeat", dies)
+    monkeypatch.setattr(exchange, "MOST_CONNECT_S", 0.5)  # its own thread is not dead, and waits without end
     job.servers[1].stop(0)
     assert [summed(pushed[2][0].wait()).tobytes()] == known[1:]
     poll(lambda: job.workers[1].view.ranks == (1, 2))
