@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 
 import jobs
-import numpy as np
 import pytest
-from guarded import OTHER, SECRET, SUM, settings
+from guarded import OTHER, SECRET
 from jobs import Cluster
-from measured import enough
 
 from tfps.config import Security
 from tfps.doctor.cli import HOW, examine, main
 from tfps.doctor.report import Check, Report
-from tfps.worker.worker import Worker
 from tools import netlab
 from tools.netlab import Netlab
 
@@ -107,95 +100,8 @@ def test_each_pserver_is_looked_at_although_others_cannot_be_reached(cluster: Cl
     assert report.to_do()[0].startswith(f"pserver {closed}: nothing listens")
 
 
-def test_two_pservers_are_measured_one_after_the_other(cluster: Cluster) -> None:
-    addresses = cluster.pservers(2, 1)
-
-    def attempt(seconds: float) -> float:
-        report = examine(addresses, seconds=seconds, ask_tensorflow=False, environment=SOCKETS)
-        found = [of_pserver(report, index)["bandwidth"].values for index in (0, 1)]
-        return float(min(each[f"{direction}_bytes_per_s"] for each in found for direction in ("push", "pull")))
-
-    assert enough(attempt) > 1e5
-
-
 def test_gpus_are_those_that_a_worker_would_see() -> None:
     assert of_host(look(CUDA_VISIBLE_DEVICES="0,3"))["gpus"].values == {"visible": 2, "seen_by_tensorflow": None}
-
-
-def test_threads_do_not_stay(cluster: Cluster) -> None:
-    address = cluster.pserver(1).address
-    look(address)
-    jobs.poll(lambda: not [each for each in threading.enumerate() if each.name.startswith("tfps-doctor")])
-
-
-# A job that runs
-
-
-@contextlib.contextmanager
-def stepping(workers: list[Worker]) -> Iterator[list[int]]:
-    """Two workers that sum, step after step, and check what they get: the steps so far."""
-    over, steps = threading.Event(), [0, 0]
-
-    def train(rank: int) -> None:
-        while True:  # until both see that one is over: who stopped alone would leave the other waiting
-            pushed = np.full(10_000, (rank + 1) * (steps[rank] % 1000), np.float32)
-            pushed[0] = over.is_set()
-            found = jobs.summed(jobs.push(workers[rank], 0, pushed).wait())
-            assert set(found[1:].tolist()) == {3 * (steps[rank] % 1000)}
-            steps[rank] += 1
-            if found[0]:
-                return
-
-    errors: list[Exception] = []
-
-    def caught(rank: int) -> None:
-        try:
-            train(rank)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=caught, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield steps
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(jobs.DEADLINE_S)
-    assert not errors
-    assert steps[0] == steps[1]
-
-
-def test_a_running_job_goes_on_before_during_and_after_and_its_sums_are_right(
-    cluster: Cluster, files: dict[str, str]
-) -> None:
-    servers = [cluster.pserver(2, security=Security(token_file=files[SECRET])) for _ in range(2)]
-    free = cluster.pserver(2, security=Security(token_file=files[SECRET]))
-    addresses = [server.address for server in servers]
-    workers = cluster.workers(addresses, 2, config=settings(files[SECRET], transport="tcp"))
-    jobs.declare(workers, SUM)
-    environment = {"TFPS_TOKEN_FILE": files[SECRET], **SOCKETS}
-    with stepping(workers) as steps:
-
-        def beyond(step: int) -> bool:
-            return min(steps) > step
-
-        jobs.poll(functools.partial(beyond, 5))
-        for _ in range(2):
-            before = min(steps)
-            report = look(*addresses, free.address, **environment)
-            jobs.poll(functools.partial(beyond, before + 5))
-            for index in range(2):
-                assert of_pserver(report, index)["job"].problem == "busy"
-                assert of_pserver(report, index)["bandwidth"].status == "skipped"
-            assert "not measured: there is a job" in of_pserver(report, 2)["bandwidth"].text
-            assert report.healthy
-    for server in servers:
-        status = server.status()
-        assert (status.state, status.jobs, list(status.errors)) == ("running", 1, [])
-        assert len(status.members) == 2
-    assert [pserver.status().jobs for pserver in (free,)] == [0]
 
 
 # A link

@@ -104,21 +104,6 @@ def test_steps_follow_each_other() -> None:
         assert total(round_, [0, 1], parts, step).tolist() == [step + 1]
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_another_step_than_the_current_is_refused(step: int) -> None:
-    round_ = SumRound(SliceFormat("slice 3 of bucket 'x'", FLOAT, 4), View.first(1), False)
-    total(round_, [0], [np.zeros(1, FLOAT)])
-    with pytest.raises(ProtocolError, match=f"step of slice 3 of bucket 'x' must be 1, got {step}"):
-        round_.add(0, step, None)
-
-
-def test_a_rank_that_comes_twice_is_refused() -> None:
-    round_ = SumRound(SliceFormat("slice 3 of bucket 'x'", FLOAT, 4), View.first(2), False)
-    round_.add(0, 0, None)
-    with pytest.raises(ProtocolError, match="slice 3 of bucket 'x' must be pushed once in step 0, got it twice"):
-        round_.add(0, 0, None)
-
-
 def pieces(payload: bytes, size: int) -> list[bytes]:
     return [payload[start : start + size] for start in range(0, len(payload), size)] or [b""]
 
@@ -255,13 +240,6 @@ def test_whole_steps_are_exact_and_the_next_is_encoded_again(deterministic: bool
     assert bytes(summing.finish()) == (VALUES[0] + VALUES[1]).tobytes()
     summing.add(0, 1, PARTS[0])
     assert not summing.whole
-
-
-def test_a_rank_that_collects_while_another_trains_is_named() -> None:
-    summing = round_of(2)
-    summing.add(1, 0, PARTS[1])
-    with pytest.raises(ProtocolError, match=r"step 0: rank 0 collects while rank 1 trains: .*strategy.combine\(\)"):
-        summing.add(0, 0, VALUES[0], whole=True)
 
 
 def test_a_round_is_complete_when_all_ranks_of_its_view_have_come() -> None:

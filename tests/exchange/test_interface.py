@@ -79,13 +79,6 @@ def test_sums_reach_all_ranks_step_after_step(ranks: list[Exchange]) -> None:
             np.testing.assert_array_equal(summed(pending.wait()), expected)
 
 
-def test_all_ranks_receive_identical_bytes(ranks: list[Exchange]) -> None:
-    (bucket,) = declared(ranks, sum_spec(10_000))
-    random = np.random.default_rng(0)
-    pushes = [push(rank, bucket, random.standard_normal(2500).astype(np.float32)) for rank in ranks]
-    assert len({summed(pending.wait()).tobytes() for pending in pushes}) == 1
-
-
 def test_a_single_contribution_is_broadcast_bit_for_bit(ranks: list[Exchange]) -> None:
     (bucket,) = declared(ranks, sum_spec(4096))
     payload = np.random.default_rng(0).integers(0, 2**32, 1024, np.uint32)  # any bits, also signalling NaNs
@@ -108,13 +101,14 @@ def test_nan_passes(ranks: list[Exchange]) -> None:
         assert result[1] == len(ranks)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int32", "int64", "float16", "uint8", "bfloat16"])
-def test_dtypes_are_summed_as_themselves(ranks: list[Exchange], dtype: str) -> None:
-    items = np.arange(700).astype(parse_dtype(dtype)) % 8
-    (bucket,) = declared(ranks, sum_spec(items.nbytes, dtype=dtype))
-    for pending in [push(rank, bucket, items) for rank in ranks]:
-        result = np.asarray(pending.wait().sum).view(parse_dtype(dtype))
-        np.testing.assert_array_equal(result.astype(np.float64), items.astype(np.float64) * len(ranks))
+def test_dtypes_are_summed_as_themselves(ranks: list[Exchange]) -> None:
+    dtypes = [parse_dtype(name) for name in ("float64", "int32", "int64", "float16", "uint8", "bfloat16")]
+    given = [np.arange(700).astype(dtype) % 8 for dtype in dtypes]
+    buckets = declared(ranks, *(sum_spec(items.nbytes, dtype=items.dtype.name) for items in given))
+    for bucket, items in zip(buckets, given, strict=True):
+        for pending in [push(rank, bucket, items) for rank in ranks]:
+            result = np.asarray(pending.wait().sum).view(items.dtype)
+            np.testing.assert_array_equal(result.astype(np.float64), items.astype(np.float64) * len(ranks))
 
 
 def test_payloads_may_be_any_contiguous_buffer(ranks: list[Exchange]) -> None:

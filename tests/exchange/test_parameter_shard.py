@@ -100,18 +100,6 @@ def test_what_is_put_leaves_a_reply_on_its_way_alone() -> None:
     assert bytes(reply) == sent
 
 
-def test_what_is_put_counts_from_the_next_update_on_so_that_slower_ranks_read_what_was_there() -> None:
-    kept = ParameterShard("slice", SGD, 0, 36)
-    kept.put(0, 0, floats(*[1.0] * 9))
-    updated(kept, bytes(36))
-    before = kept.get(1, 0, 36)
-    kept.put(1, 0, floats(*[4.0] * 5))
-    kept.put(1, 20, floats(*[8.0] * 4))
-    assert kept.get(1, 0, 36) == before
-    updated(kept, bytes(36))
-    assert kept.get(1, 0, 36) == floats(*[2.0] * 5, *[4.0] * 4)  # times the momentum
-
-
 @pytest.mark.parametrize(("number", "begin", "nbytes"), [(2, 0, 4), (0, 33, 4), (0, -4, 4), (1, 0, 40)])
 def test_parts_that_it_does_not_have_are_refused(number: int, begin: int, nbytes: int) -> None:
     kept = ParameterShard("slice 1", SGD, 0, 36)

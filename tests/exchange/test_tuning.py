@@ -135,13 +135,6 @@ def test_rank_0_holds_the_step_before_the_change_until_all_pservers_know(cluster
     tuning.join(DEADLINE_S)
 
 
-def test_buckets_that_not_every_rank_knows_yet_stay_as_they_are(cluster: Cluster) -> None:
-    (worker,) = job(cluster, 1, 1)
-    worker.tune(512, 4096)
-    assert not worker._buckets[0].next
-    train(worker, range(3))
-
-
 def test_a_job_with_auto_sizes_tunes_itself_once_the_network_was_busy(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,11 +223,6 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     first = Config().first_slice_bytes
     found = ["largest" if s == MAX_TUNED_GRPC_BYTES else "larger" if s > first else "smaller" for s, _ in sizes]
     assert found == changes
-
-
-def test_fixed_sizes_are_never_changed(cluster: Cluster) -> None:
-    members = job(cluster, 2, 1)
-    assert all(worker._tuner.done for worker in members)
 
 
 @pytest.mark.parametrize(
@@ -350,13 +338,6 @@ def sharing(cluster: Cluster, *shared: bool, pservers: int = 1) -> list[Worker]:
     return members
 
 
-def test_slices_may_be_larger_where_all_share_memory(cluster: Cluster) -> None:
-    members = sharing(cluster, True, True)
-    tuner = members[0]._tuner
-    assert (tuner._ask, tuner._most) == (False, MAX_TUNED_BYTES)
-    poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
-
-
 def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster: Cluster) -> None:
     members = sharing(cluster, True, False, True, pservers=2)
     tuner = members[0]._tuner
@@ -378,15 +359,6 @@ def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster
 
     poll(measured)  # receipts come in time to count, or with the next step
     poll(lambda: tuner._busy() == told())  # the last ones may still come
-
-
-def test_only_the_network_is_measured_where_there_is_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    use("both", monkeypatch)  # sockets to the first pserver
-    members = sharing(cluster, True, True, pservers=2)
-    tuner = members[0]._tuner
-    assert members[0]._memory.pservers == {1}
-    assert (tuner._ask, tuner._most) == (False, MAX_TUNED_BYTES)
-    poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
 
 
 def test_slices_are_as_many_times_as_large_as_what_is_sent_of_them() -> None:

@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -42,6 +43,15 @@ DEADLINE_S = 60.0  # how long a test waits for what must happen; never reached i
 Transport = Literal["tcp", "grpc", "shared memory", "both"]
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=DEADLINE_S, step_timeout_s=DEADLINE_S)
 _T = TypeVar("_T")
+# For a test that is to run over each data path; its `cluster` must take one.
+OVER_ALL = pytest.mark.parametrize("cluster", ["tcp", "grpc", "shared memory"], indirect=True)
+
+
+def expected(error: Exception | None, kind: type[Exception] | UnionType, text: str) -> Exception:
+    """The error, which must be of this kind and say this text."""
+    assert isinstance(error, kind), error
+    assert text in str(error)
+    return error
 
 
 class Pending:
@@ -68,8 +78,8 @@ class Pending:
             raise reply.error
         return reply
 
-    def error(self) -> Exception:
-        """The error of a reply that must be one."""
+    def error(self, kind: type[Exception] | UnionType = Exception, text: str = "") -> Exception:
+        """The error of a reply that must be one, of this kind and with this text."""
         try:
             reply = self.wait()
         except TimeoutError:
@@ -79,10 +89,7 @@ class Pending:
             pass
         else:
             raise AssertionError(f"expected an error, got {reply}")
-        error = self.replies[0].error
-        if error is None:
-            raise AssertionError("expected an error")
-        return error
+        return expected(self.replies[0].error, kind, text)
 
 
 def push(exchange: Exchange, bucket: int, payload: Payload | None) -> Pending:
@@ -109,10 +116,10 @@ class Failed:
         self.errors.append(error)
         self._failed.set()
 
-    def wait(self) -> Exception:
+    def wait(self, kind: type[Exception] | UnionType = Exception, text: str = "") -> Exception:
         if not self._failed.wait(DEADLINE_S):
             raise TimeoutError("no failure")
-        return self.errors[0]
+        return expected(self.errors[0], kind, text)
 
 
 def attempt(*calls: Callable[[], _T]) -> list[_T | Exception]:
@@ -143,11 +150,15 @@ def together(*calls: Callable[[], _T]) -> list[_T]:
 
 
 class Cluster(contextlib.ExitStack):
-    """Pservers and workers that end with the test."""
+    """Pservers and workers that end with the test: workers first, as they would wait for pservers that are gone."""
 
-    def pserver(self, workers: int, **options: Argument) -> ParameterServer:
-        server = ParameterServer("127.0.0.1", 0, workers=workers, **options)
-        self.callback(server.stop, 0.2)
+    def __init__(self) -> None:
+        super().__init__()
+        self._servers = self.enter_context(contextlib.ExitStack())
+
+    def pserver(self, workers: int, port: int = 0, **options: Argument) -> ParameterServer:
+        server = ParameterServer("127.0.0.1", port, workers=workers, **options)
+        self._servers.callback(server.stop, 0.2)
         return server
 
     def pservers(self, count: int, workers: int) -> list[str]:
@@ -314,12 +325,12 @@ class RawWorker:
         header, payload = frames.decode(next(self.pulling))
         return header, bytes(payload)
 
-    def read_error(self) -> Exception:
+    def read_error(self, kind: type[Exception] | UnionType = Exception, text: str = "") -> Exception:
         """The ERROR frame at the end; frames before it are skipped."""
         while True:
             header, payload = self.read()
             if header.kind == frames.Kind.ERROR:
-                return frames.decode_error(header, memoryview(payload))
+                return expected(frames.decode_error(header, memoryview(payload)), kind, text)
 
     def leave(self) -> None:
         self.pserver.call("Leave", pb.LeaveRequest(incarnation=self.incarnation, rank=self.rank), DEADLINE_S)

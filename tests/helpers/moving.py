@@ -38,12 +38,6 @@ SPECS = [
 ]
 
 
-# For tests that need no path of their own: over the first pserver's data connection and the others' shared memory.
-PATHS = pytest.mark.parametrize(
-    "cluster", ["both", *(pytest.param(path, marks=pytest.mark.long) for path in ("grpc", "tcp"))], indirect=True
-)
-
-
 class Job:
     """Workers and pservers, which may be lost."""
 

@@ -14,6 +14,8 @@ from tfps.types import Argument, Array
 
 DIM = 3
 SCALARS = StepScalars(0, (0.0, 0.5))
+TABLE = 3  # the number of a table in a job of `moving`, after the buckets of `moving.SPECS`
+IDS = np.arange(-40, 40) * 2**56
 
 
 def described(**fields: Argument) -> TableSpec:

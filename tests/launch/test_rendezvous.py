@@ -103,24 +103,6 @@ def test_mpirun_alone_makes_a_job(kind: str) -> None:
 
 
 @pytest.mark.long
-@mpi.needs("Open MPI")
-def test_two_jobs_at_a_time_do_not_mix() -> None:
-    program = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {mpi.MEMBER!r}]).returncode)"
-    command = f'{mpi.MPIRUNS["Open MPI"]} --oversubscribe -n 2 {sys.executable} -c "$PROGRAM"'
-    result = subprocess.run(
-        ["sh", "-c", f"{command} & {command} & wait"],
-        env=mpi.environment(PROGRAM=program),
-        capture_output=True,
-        text=True,
-        timeout=mpi.END_S,
-        check=True,
-    )
-    found = mpi.members(result.stdout)
-    assert [words[0] for words in found] == ["0", "0", "1", "1"], result.stderr
-    assert len({name for *_, name in found}) == 2
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=mpi.needs(kind)) for kind in mpi.MPIRUNS])
 def test_a_rank_that_dies_ends_all_and_no_pserver_is_left(kind: str) -> None:
     program = mpi.MEMBER.replace(
@@ -313,23 +295,6 @@ def test_where_a_name_of_a_host_is_unknown_all_are_reached_by_their_addresses(tm
     assert len(mpi.members(result.stdout)) == 4
     (pservers,) = {line for line in result.stdout.splitlines() if "," in line}
     assert re.fullmatch(r"[\d.]+:\d+,[\d.]+:\d+", pservers)
-
-
-@pytest.mark.long
-@mpi.needs("Open MPI", mpi4py=True)
-def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    program = f"""
-import os, sys, time
-if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
-    from mpi4py import MPI  # else the others wait for it in MPI itself, before they look for it
-    time.sleep(15)
-{mpi.MEMBER}"""
-    result = mpi.mpirun(
-        "Open MPI", *mpi.two_hosts(tmp_path), sys.executable, "-c", program, LIMIT_S="3", MPI4PY_MPIABI="openmpi"
-    )
-    assert result.returncode != 0
-    assert "1 of the 4 processes of mpirun (Open MPI) did not create a tfps.Strategy within 3 s" in result.stderr
-    assert "(connect_timeout_s): rank 2" in result.stderr
 
 
 @pytest.mark.long

@@ -221,16 +221,6 @@ def test_srun_alone_makes_a_job_on_one_node(slurm: SlurmCluster) -> None:
 
 @NEEDS_SLURM
 @pytest.mark.long
-def test_srun_alone_on_several_nodes_is_told_to_use_the_launcher(slurm: SlurmCluster) -> None:
-    result = slurm.run("srun", "-N2", "-n2", sys.executable, "-c", mpi.MEMBER)
-    assert result.returncode != 0
-    assert "srun has started 2 processes on several nodes, and no pservers are named: start `tfps_launch --slurm`" in (
-        result.stderr
-    )
-
-
-@NEEDS_SLURM
-@pytest.mark.long
 def test_a_batch_script_and_a_shell_within_an_allocation_are_alone(slurm: SlurmCluster) -> None:
     program = (
         "import os\nfrom tfps.launch.cluster_spec import ranks_of\n"
@@ -242,16 +232,6 @@ def test_a_batch_script_and_a_shell_within_an_allocation_are_alone(slurm: SlurmC
     script.write_text(f"#!{sys.executable}\n{program}\n")
     assert slurm.run("sbatch", "--wait", "-n4", f"--output={out}", script).returncode == 0
     assert out.read_text() == "None 4\n"
-
-
-@NEEDS_SLURM
-@pytest.mark.long
-def test_several_launchers_are_refused(slurm: SlurmCluster) -> None:
-    launcher = [sys.executable, "-m", "tfps.launch", "--slurm", script(slurm, "print('never')")]
-    result = slurm.run("srun", "-n2", *launcher)
-    assert result.returncode != 0
-    assert "srun has started 2 launchers" in result.stderr
-    assert "never" not in result.stdout
 
 
 @NEEDS_SLURM

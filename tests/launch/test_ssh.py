@@ -190,29 +190,6 @@ def test_a_second_ctrl_c_ends_the_grace_on_all_hosts(hosts: SshHosts, write_scri
 
 @pytest.mark.long
 @NEEDS_SSH_HOSTS
-def test_several_jobs_run_on_the_same_hosts_at_once(hosts: SshHosts, write_script: WriteScript) -> None:
-    script = write_script(
-        """
-        from tfps.worker.worker import Worker
-        worker = Worker(os.environ["TFPS_PSERVERS"].split(","), rank=int(rank), job=os.environ["TFPS_JOB"])
-        print("ready", flush=True)
-        while not os.path.exists(sys.argv[1]):
-            pass
-        worker.close()
-        """
-    )
-    go = script.with_name("go")
-    running = [hosts.start("--hosts", "host0,host1", script, go, on=index % 2) for index in range(3)]
-    for launcher in running:
-        read_until(launcher.stdout, "] ready", 2)
-    go.touch()
-    for launcher in running:
-        output, errors = launcher.communicate(timeout=ssh_hosts.END_S)
-        assert launcher.returncode == 0, output + errors
-
-
-@pytest.mark.long
-@NEEDS_SSH_HOSTS
 def test_more_workers_start_than_sshd_lets_in_at_a_time(hosts: SshHosts, write_script: WriteScript) -> None:
     result = hosts.launch("--hosts", "host1:24", write_script("print('done')"))
     assert result.returncode == 0, result.stderr
@@ -261,11 +238,3 @@ def test_hosts_may_have_ipv6_only(how: str, hosts: SshHosts, write_script: Write
     result = hosts.launch("--hosts", f"{names[0]}:1,{names[1]}:2", script, PYTHONPATH=helpers)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("] sum {6.0}\n") == 3
-
-
-@pytest.mark.long
-@NEEDS_SSH_HOSTS
-def test_gpus_of_a_host_are_divided_among_its_workers_alone(hosts: SshHosts, write_script: WriteScript) -> None:
-    script = write_script("import json; print('told', json.dumps([rank, os.environ.get('CUDA_VISIBLE_DEVICES')]))")
-    result = hosts.launch("--hosts", "host0:2,host1", "-x", "CUDA_VISIBLE_DEVICES=0,1,2", script)
-    assert told(result.stdout) == [["0", "0"], ["1", "1,2"], ["2", "0,1,2"]]

@@ -144,13 +144,6 @@ def test_a_launcher_that_stands_still_loses_its_hosts(hosts: SshHosts, write_scr
     assert launcher.returncode in (0, 128 + signal.SIGTERM)
 
 
-def test_a_job_that_says_nothing_for_long_keeps_its_hosts(hosts: SshHosts, write_script: WriteScript) -> None:
-    script = write_script("import threading\nthreading.Event().wait(25)")
-    with impatient(hosts, 15.0, "--ssh", hosts.command, "--hosts", "host0,host1", script) as launcher:
-        output, errors = launcher.communicate(timeout=ssh_hosts.END_S)
-    assert launcher.returncode == 0, output + errors
-
-
 def test_a_launcher_whose_output_is_not_read_keeps_its_hosts(hosts: SshHosts, write_script: WriteScript) -> None:
     script = write_script("print('ready')\nfor _ in range(40_000): print('x' * 99)\nprint('end')")
     with impatient(hosts, 15.0, "--ssh", hosts.command, "--hosts", "host0,host1", script) as launcher:

@@ -21,7 +21,6 @@ from tfps.launch.supervisor import Command, RemoteInput, Supervisor, beat_until
 from tfps.launch.terminal import Console, LineAssembler, plain
 
 pytestmark = launching.NEEDS_POSIX
-pytestmark = launching.NEEDS_POSIX
 Ends = tuple[IO[bytes], IO[bytes]]  # of a pipe: to read, to write
 
 
@@ -35,12 +34,6 @@ def test_every_line_says_where_it_comes_from(write_script: WriteScript) -> None:
     for index in (0, 1):
         assert any(line.startswith(f"[pserver {index}] tfps_pserver ready at 127.0.0.1:") for line in lines)
     assert len(lines) == 4
-
-
-def test_standard_error_stays_standard_error(write_script: WriteScript) -> None:
-    result = launch(write_script("print('a result'); print('a warning', file=sys.stderr)"))
-    assert "[worker 0] a warning\n" in result.stderr
-    assert "a warning" not in result.stdout
 
 
 def test_noise_of_standard_error_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,13 +117,6 @@ def test_the_exit_code_is_that_of_the_failing_worker(write_script: WriteScript) 
     result = launch("--workers", 3, "--grace", 0.2, script)
     assert result.returncode == 7
     assert result.stderr.splitlines()[-1] == "tfps_launch: worker 1 ended with exit code 7; all others were ended"
-
-
-def test_a_worker_killed_by_a_signal_is_named_with_the_signal(write_script: WriteScript) -> None:
-    script = write_script("os.kill(os.getpid(), signal.SIGSEGV) if rank == '1' else signal.pause()")
-    result = launch("--workers", 2, "--grace", 0.2, script)
-    assert result.returncode == 128 + signal.SIGSEGV
-    assert result.stderr.splitlines()[-1] == "tfps_launch: worker 1 was killed by SIGSEGV; all others were ended"
 
 
 def test_other_workers_may_say_what_they_saw_after_a_failure(write_script: WriteScript, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfps.config import Config
-from tfps.errors import ConfigError, MismatchError
+from tfps.errors import ConfigError
 from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
@@ -113,15 +113,6 @@ def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
     assert ranks.slice.late([2]) is None  # without it they go on: it may leave
     ranks.bound.quiesce(2, gone=True)
     assert ranks.released().keys() == {0}
-
-
-def test_the_first_rank_with_other_values_is_told() -> None:
-    numbers = RankScalars("w", SGD, View.first(3))
-    assert numbers.take(2, 0, memoryview(StepScalars(ASSIGNED + 1, (0.0, 1.0)).pack())) is None
-    assert numbers.take(0, 0, memoryview(StepScalars(0, (0.0, 0.5)).pack())) is None
-    error = numbers.take(1, 4, memoryview(StepScalars(ASSIGNED, (4.0, 1.0)).pack()))
-    assert isinstance(error, MismatchError)
-    assert "ranks 2 and 1 have assigned different values" in str(error)
 
 
 def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:

@@ -18,6 +18,7 @@ from guarded import serving
 from tfps.config import Config
 from tfps.errors import ConfigError, PserverLostError
 from tfps.exchange.interface import BucketSpec
+from tfps.pserver.cli import main
 from tfps.types import Options
 from tfps.worker.worker import Worker
 
@@ -123,21 +124,44 @@ def test_a_port_in_use_is_said_and_ends_with_1() -> None:
     ("arguments", "code", "rule"),
     [
         ([], 2, "the following arguments are required: --workers"),
-        (["--workers=0"], 1, "workers must be at least 1, got 0"),
         (["--workers=1", "--port=65536"], 2, "--port must be from 0 to 65535, got 65536"),
-        (
-            ["--workers=1", "--metrics-port=0", "--metrics-host=0.0.0.0"],
-            1,
-            "--metrics-host of a pserver without a job token and without TLS must be a loopback address",
-        ),
-        (["--workers=1", "--host=no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid:0"),
+        (["--workers=1", "--metrics-port=65536"], 2, "--metrics-port must be from 0 to 65535, got 65536"),
+        (["--json"], 2, "--json belongs to --status"),
+        (["--status=host"], 1, "'host:port'"),
+        (["--status=127.0.0.1:1"], 1, "pserver 127.0.0.1:1: UNAVAILABLE in Status"),
     ],
 )
-def test_malformed_arguments_are_refused(arguments: list[str], code: int, rule: str) -> None:
+def test_malformed_arguments_are_refused(
+    arguments: list[str], code: int, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        ended: object = main(arguments)
+    except SystemExit as exit_:
+        ended = exit_.code
+    out, log = capsys.readouterr()
+    assert (ended, out) == (code, "")
+    assert rule in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--workers=0"], "workers must be at least 1, got 0"),
+        (
+            ["--workers=1", "--metrics-port=0", "--metrics-host=0.0.0.0"],
+            "--metrics-host of a pserver without a job token and without TLS must be a loopback address",
+        ),
+        (
+            ["--workers=1", "--host=0.0.0.0"],
+            "must be a loopback address such as 127.0.0.1, got '0.0.0.0': give it --tok",
+        ),
+        (["--workers=1", "--host=no.such.host.invalid"], "cannot listen on no.such.host.invalid:0"),
+    ],
+)
+def test_a_pserver_that_cannot_serve_ends_with_1(arguments: list[str], rule: str) -> None:
     with jobs.python(*SERVE, *arguments) as process:
         out, log = process.communicate(timeout=jobs.DEADLINE_S)
-    assert process.returncode == code
-    assert out == ""
+    assert (process.returncode, out) == (1, "")
     assert rule in log
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import os
@@ -17,7 +16,7 @@ from guarded import peak_bytes, serving
 from jobs import Cluster
 
 from tfps.config import Config
-from tfps.errors import ClosedError, ConfigError, ConnectError, PserverLostError, WorkerLostError
+from tfps.errors import ClosedError, ConnectError, PserverLostError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import _LINGER_S, DataPort
@@ -45,22 +44,8 @@ def data(server: ParameterServer) -> DataPort:
     return server._data
 
 
-def data_port(server: ParameterServer) -> int:
-    return data(server).port
-
-
 def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("tfps-data")}
-
-
-def test_sums_come_back_over_data_connections(cluster: Cluster) -> None:
-    servers = cluster.pservers(2, 2)
-    workers = cluster.workers(servers, 2, config=TCP)
-    jobs.together(*(lambda worker=worker: worker.declare([SUM]) for worker in workers))
-    assert len([name for name in threads() if "-recv-" in name]) >= 2
-    for step in range(1, 4):
-        pushes = [jobs.push(worker, 0, np.full(10_000, step, np.float32)) for worker in workers]
-        assert all(set(jobs.summed(push.wait()).tolist()) == {2 * step} for push in pushes)
 
 
 def test_nothing_is_left_of_a_job_that_has_ended(cluster: Cluster) -> None:
@@ -85,7 +70,7 @@ def test_who_is_no_member_is_refused_and_told_why(
     server = cluster.pserver(1)
     member = cluster.raw(server.address)
     with pytest.raises(error):
-        dial(server.address, data_port(server), JobToken(), incarnation or member.incarnation, rank, jobs.DEADLINE_S)
+        dial(server.address, data(server).port, JobToken(), incarnation or member.incarnation, rank, jobs.DEADLINE_S)
 
 
 def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster: Cluster) -> None:
@@ -93,22 +78,7 @@ def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster:
     worker = cluster.worker([server.address], config=TCP)
     worker.declare([SUM])
     with pytest.raises(ConnectError, match="has a stream already"):
-        dial(server.address, data_port(server), JobToken(), worker.client.membership.incarnation, 0, jobs.DEADLINE_S)
-    assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
-
-
-def test_a_stranger_does_not_disturb_a_running_job(cluster: Cluster) -> None:
-    server = cluster.pserver(1)
-    worker = cluster.worker([server.address], config=TCP)
-    worker.declare([SUM])
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"tfps" + bytes(200)):
-        address = "127.0.0.1", data_port(server)
-        # The pserver may have closed it before.
-        with contextlib.suppress(OSError), socket.create_connection(address, jobs.DEADLINE_S) as stranger:
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(1000):
-                pass
+        dial(server.address, data(server).port, JobToken(), worker.client.membership.incarnation, 0, jobs.DEADLINE_S)
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
 
 
@@ -119,7 +89,7 @@ def test_strangers_that_say_nothing_are_bounded_and_the_oldest_make_room(
     server = cluster.pserver(1)
     worker = cluster.worker([server.address], config=TCP)
     worker.declare([SUM])
-    strangers = [socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) for _ in range(70)]
+    strangers = [socket.create_connection(("127.0.0.1", data(server).port), jobs.DEADLINE_S) for _ in range(70)]
     assert [each.recv(1) for each in strangers[:6]] == [b""] * 6  # the oldest make room
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
     for stranger in strangers:
@@ -129,7 +99,7 @@ def test_strangers_that_say_nothing_are_bounded_and_the_oldest_make_room(
 def test_who_says_nothing_is_closed_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfps.pserver.data_port._GREETING_S", 0.1)
     server = cluster.pserver(1)
-    with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as stranger:
+    with socket.create_connection(("127.0.0.1", data(server).port), jobs.DEADLINE_S) as stranger:
         assert stranger.recv(1) == b""
     jobs.poll(lambda: not len(data(server)._strangers))
 
@@ -138,7 +108,7 @@ def test_who_says_it_byte_by_byte_gets_no_more_time(cluster: Cluster, monkeypatc
     monkeypatch.setattr("tfps.pserver.data_port._GREETING_S", 0.3)
     server = cluster.pserver(1)
     greeting = struct.pack("<4sHHHI", b"tfps", 4, 0, 256, 0) + bytes(256)
-    with socket.create_connection(("127.0.0.1", data_port(server)), 0.05) as stranger:
+    with socket.create_connection(("127.0.0.1", data(server).port), 0.05) as stranger:
         assert _trickled(stranger, greeting) < len(greeting)
     jobs.poll(lambda: not len(data(server)._strangers))
 
@@ -164,7 +134,7 @@ def test_without_threads_for_it_a_connection_is_closed_and_the_next_is_served(
     before = threading.stack_size(2**46)  # no thread gets that
     try:
         for _ in range(3):
-            with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as refused:
+            with socket.create_connection(("127.0.0.1", data(server).port), jobs.DEADLINE_S) as refused:
                 assert refused.recv(1) == b""
     finally:
         threading.stack_size(before)
@@ -180,7 +150,7 @@ def test_without_a_second_thread_for_its_connection_a_worker_is_told_why(cluster
     server = cluster.pserver(1)
     member = cluster.raw(server.address)
     incarnation = member.incarnation.encode()
-    with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as connected:
+    with socket.create_connection(("127.0.0.1", data(server).port), jobs.DEADLINE_S) as connected:
         jobs.poll(lambda: "tfps-data" in threads())
         before = threading.stack_size(2**46)  # no thread gets that
         try:
@@ -207,7 +177,7 @@ def test_a_worker_that_did_not_wait_for_the_answer_to_its_greeting_may_use_grpc(
     server = cluster.pserver(1)
     member = cluster.raw(server.address)
     incarnation = member.incarnation.encode()
-    with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as connected:
+    with socket.create_connection(("127.0.0.1", data(server).port), jobs.DEADLINE_S) as connected:
         connected.sendall(struct.pack("<4sHHHI", b"tfps", 4, 0, len(incarnation), member.rank) + incarnation)
         connected.shutdown(socket.SHUT_WR)
         assert connected.recv(1) == b""
@@ -347,7 +317,7 @@ def test_auto_takes_grpc_where_the_data_port_cannot_be_reached(
     worker.declare([SUM])
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
     (line,) = [record.getMessage() for record in caplog.records if "data port" in record.getMessage()]
-    assert f"pserver {server.address}: its data port {data_port(server)} cannot be reached" in line
+    assert f"pserver {server.address}: its data port {data(server).port} cannot be reached" in line
     assert "slices go through gRPC" in line
 
 
@@ -356,18 +326,3 @@ def test_tcp_says_that_the_data_port_cannot_be_reached(cluster: Cluster) -> None
     data(server).close()
     with pytest.raises(ConnectError, match=r"data port \d+ cannot be reached: .*refused.*transport=\"auto\""):
         cluster.worker([server.address], config=TCP)
-
-
-def test_a_data_port_in_use_is_refused(cluster: Cluster) -> None:
-    server = cluster.pserver(1)
-    with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{data_port(server)} for data connections"):
-        ParameterServer("127.0.0.1", 0, workers=1, data_port=data_port(server))
-
-
-def test_a_refusal_is_one_frame(cluster: Cluster) -> None:
-    server = cluster.pserver(1)
-    with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as stranger:
-        stranger.sendall(b"nobody, " + bytes(100))
-        part = decode_part(stranger.recv(PART_BYTES, socket.MSG_WAITALL))
-        assert part.header.kind == Kind.ERROR
-        assert b"not a tfps worker" in stranger.recv(part.total, socket.MSG_WAITALL)

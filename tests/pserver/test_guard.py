@@ -17,7 +17,6 @@ from guarded import data
 
 from tfps.config import Security
 from tfps.errors import ConfigError, ProtocolError
-from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.guard import (
     Rate,
     check_host,
@@ -60,11 +59,6 @@ def test_what_is_no_message_is_refused() -> None:
         parse("Join", b"\xff" * 4)
 
 
-def test_a_message_is_parsed() -> None:
-    request = pb.StatusRequest(details=True)
-    assert parse("Status", request.SerializeToString()) == request
-
-
 @pytest.mark.parametrize(
     ("security", "host"),
     [(Security(), "127.0.0.1"), (TOKEN, "0.0.0.0"), (TLS, "0.0.0.0"), (INSECURE, "0.0.0.0")],
@@ -94,11 +88,6 @@ def test_loopback_needs_nothing(host: str) -> None:
 def test_a_host_that_no_resolver_takes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a host must be a name or an IP address, got 'a\.\.b': "):
         check_host("a..b", TOKEN)
-
-
-def test_a_pserver_that_others_reach_is_refused_before_it_listens() -> None:
-    with pytest.raises(ConfigError, match="--insecure"):
-        ParameterServer("0.0.0.0", 0, workers=1)
 
 
 def test_an_authority_without_a_certificate_of_the_pserver_is_refused() -> None:

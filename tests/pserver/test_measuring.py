@@ -161,20 +161,6 @@ def test_one_client_measures_at_a_time(measure: Measure, cluster: Cluster, monke
         measure(server, "pull", SHORT_S)
 
 
-def test_many_clients_at_once_are_served_one_by_one(cluster: Cluster) -> None:
-    server = cluster.pserver(1)
-
-    def patiently() -> Throughput:
-        for _ in range(1000):
-            try:
-                return over_tcp(server, "pull", seconds=0.05)
-            except WaitTimeoutError:
-                threading.Event().wait(0.02)
-        raise TimeoutError
-
-    assert all(found.nbytes > 0 for found in jobs.together(*[patiently] * 6))
-
-
 def test_measurements_come_at_a_bounded_rate(cluster: Cluster) -> None:
     server = cluster.pserver(1)
     refused: TfpsError | None = None
@@ -194,12 +180,6 @@ def test_without_the_token_nothing_is_measured(token: str, cluster: Cluster, fil
     server = cluster.pserver(1, security=Security(token_file=files[SECRET]))
     with pytest.raises(ConnectError, match="job token"):
         over_tcp(server, "push", token=token)
-    stranger = Pserver(server.address, Security(token_file=files[token]))
-    cluster.callback(stranger.close)
-    with pytest.raises(ConnectError, match="job token"):
-        measure_grpc(stranger, "push", SHORT_S)
-    with pytest.raises(ConnectError, match="job token"):
-        stranger.call("Probe", pb.ProbeRequest(), jobs.DEADLINE_S)
     assert free(server)
     assert rate(server, "push", functools.partial(over_tcp, token=SECRET)) > 0
 
@@ -273,38 +253,3 @@ def test_the_clock_tells_the_time_of_the_wall_too(cluster: Cluster) -> None:
     before_ns = time.time_ns()
     reply = pserver.call("Clock", pb.ClockRequest(), jobs.DEADLINE_S)
     assert before_ns <= reply.wall_ns <= time.time_ns()
-
-
-FLOODS = {
-    "measurements": functools.partial(over_tcp, direction="pull", seconds=0.05),
-    "measurements over gRPC": functools.partial(over_grpc, direction="pull"),
-}
-
-
-@pytest.mark.parametrize("what", FLOODS)
-def test_a_flood_of_clients_that_want_to_measure_does_not_stop_a_job(what: str, cluster: Cluster) -> None:
-    server = cluster.pserver(1)
-    worker = cluster.worker([server.address], config=settings("", transport="tcp"))
-    worker.declare([SUM])
-    over, refused = threading.Event(), threading.Event()
-
-    def flood() -> None:
-        while not over.is_set():
-            try:
-                FLOODS[what](server)
-            except TfpsError:
-                refused.set()
-            except OSError:
-                pass
-
-    strangers = [threading.Thread(target=flood, daemon=True) for _ in range(10)]
-    for stranger in strangers:
-        stranger.start()
-    try:
-        assert refused.wait(jobs.DEADLINE_S)
-        for _ in range(30):
-            still_sums(worker)
-    finally:
-        over.set()
-        for stranger in strangers:
-            stranger.join(jobs.DEADLINE_S)

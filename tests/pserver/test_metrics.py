@@ -203,12 +203,6 @@ def test_a_pserver_is_busy_until_it_has_had_no_job_for_a_while(cluster: Cluster)
     assert get(patient, "/busy") == (200, "ok\n")
 
 
-def test_a_port_in_use_is_refused_by_name(cluster: Cluster) -> None:
-    server = cluster.pserver(1)
-    with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{server.port} for metrics: Address already"):
-        MetricsServer(server, "127.0.0.1", server.port)
-
-
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "tfps.pserver.metrics")

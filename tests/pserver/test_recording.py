@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 
 import jobs
 import pytest
 from jobs import attempt
 
-from tfps.errors import ClosedError, ProtocolError, TfpsError, WorkerLostError
+from tfps.errors import ClosedError, ProtocolError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.recording import Recording
 from tfps.trace.recorder import RECORD, Recorder
@@ -94,28 +93,3 @@ def test_who_collects_is_woken(how: str) -> None:
     else:
         assert isinstance(result, WorkerLostError if how == "failed" else ClosedError)
     assert recorder.enabled == (how == "begun anew")
-
-
-def test_a_failure_and_the_leave_of_rank_0_end_the_recording() -> None:
-    for failed in (False, True):
-        made, recorder = started((1,))
-        assert recorder.enabled
-        if failed:
-            made.fail(TfpsError("failed"))
-        else:
-            assert made.gone(0) == 1
-        assert not recorder.enabled
-        with pytest.raises(TfpsError):
-            made.upload(1, 1, pb.Records())
-
-
-def test_what_nobody_has_begun_is_refused() -> None:
-    made = Recording(Recorder())
-    calls: list[Callable[[], object]] = [
-        lambda: made.stop(0, 0),
-        lambda: made.upload(0, 1, pb.Records()),
-        lambda: made.collect(0, 0),
-    ]
-    for call in calls:
-        with pytest.raises(ClosedError, match="does not know capture 0"):
-            call()

@@ -15,7 +15,6 @@ from jobs import Cluster, RawWorker, attempt, together
 from tfps.config import Security
 from tfps.errors import (
     ClosedError,
-    ConfigError,
     ConnectError,
     ProtocolError,
     PserverLostError,
@@ -30,7 +29,7 @@ from tfps.pserver.server import ParameterServer
 from tfps.pserver.slices import SumSlice
 from tfps.wire import frames, send_queue
 from tfps.wire.connection import write_shared
-from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, SHARED, Header, Kind
+from tfps.wire.frames import EMPTY, LAST, MAX_FRAME_BYTES, SHARED, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Arena
 from tfps.worker.worker import Worker
@@ -119,8 +118,6 @@ MALFORMED = {
     "truncated header": (b"\x01\x00", "a frame must have 32 to"),
     "no bytes": (b"", "got 0"),
     "oversized frame": (bytes(MAX_FRAME_BYTES + 1), f"got {MAX_FRAME_BYTES + 1}"),
-    "unknown kind": (b"\x07" + bytes(HEADER_BYTES - 1), "kind of a frame must be one of"),
-    "unknown flag": (frames.encode(GOOD._replace(flags=64), bytes(1024)), "flags 64"),
     "a reply from a worker": (frames.encode(GOOD._replace(kind=Kind.REPLY), bytes(1024)), "must be PUSH, ACK or ERROR"),
     "truncated payload": (frames.encode(GOOD, bytes(1023)), "slice 0 of bucket 'dense' must have 1024 bytes"),
     "oversized payload": (frames.encode(GOOD, bytes(1025)), "got 1025 bytes"),
@@ -156,8 +153,7 @@ def test_a_malformed_frame_fails_the_job_and_names_the_rank(cluster: Cluster, wh
     members = pair(cluster)
     members[1].send(message)
     for member in members:
-        error = member.read_error()
-        assert isinstance(error, ProtocolError)
+        error = member.read_error(ProtocolError)
         assert str(error).startswith("rank 1: ")
         with pytest.raises(ProtocolError, match=rule):
             raise error
@@ -218,9 +214,7 @@ def test_a_stream_that_breaks_fails_the_job_and_ends_the_other(cluster: Cluster,
     members = pair(cluster)
     members[1].send(frames.encode(GOOD, bytes(1024)))
     getattr(members[1], stream).cancel()
-    error = members[0].read_error()
-    assert isinstance(error, WorkerLostError)
-    assert "rank 1 (rawhost:" in str(error)
+    error = members[0].read_error(WorkerLostError, "rank 1 (rawhost:")
     assert "died at step 0" in str(error)
     for member in members:  # nobody has to wait for the worker to end them
         assert member.pushing.code() is grpc.StatusCode.CANCELLED
@@ -294,17 +288,6 @@ def test_declarations_out_of_order_are_refused(cluster: Cluster, number: int, ru
         member.declare(number=number)
 
 
-def test_a_malformed_bucket_is_refused(cluster: Cluster) -> None:
-    member = cluster.raw(cluster.pserver(1).address).open().declare()
-    with pytest.raises(ConfigError, match="numeric numpy dtype, got 'nonsense'"):
-        member.declare(pb.Bucket(names=["x"], kind="sum", nbytes=4, dtype="nonsense"), number=1)
-
-
-def test_a_malformed_setting_is_refused(cluster: Cluster) -> None:
-    with pytest.raises(ConfigError, match="slice_bytes must be positive, got 0"):
-        cluster.raw(cluster.pserver(1).address, settings=pb.Settings(slice_bytes=0, window_bytes=1))
-
-
 def reply(**fields: int) -> Callable[[], bytes]:
     return lambda: frames.encode(Header(Kind.REPLY, generation=1)._replace(**fields))
 
@@ -348,17 +331,6 @@ def test_a_malformed_reply_fails_the_worker_and_names_the_pserver(cluster: Clust
     queue.put([Outgoing(Header(Kind.REPLY), 0, frame=make())])
     with pytest.raises(ProtocolError, match=rf"^pserver {server.address}: .*{rule}"):
         raise waiting.error()
-
-
-def test_a_port_in_use_is_refused(cluster: Cluster) -> None:
-    server = cluster.pserver(1)
-    with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{server.port}: Address already in use"):
-        ParameterServer("127.0.0.1", server.port, workers=1)
-
-
-def test_a_pserver_needs_workers() -> None:
-    with pytest.raises(ConfigError, match="workers must be at least 1, got 0"):
-        ParameterServer("127.0.0.1", 0, workers=0)
 
 
 def test_the_address_of_a_pserver_on_all_interfaces_can_be_connected_to(cluster: Cluster) -> None:

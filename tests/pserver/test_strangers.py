@@ -26,8 +26,11 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument
+from tfps.wire.connection import introduce
 from tfps.wire.control import CHANNEL_OPTIONS, PROTOCOL_VERSION, Pserver, method
 from tfps.wire.frames import Header, Kind, encode
+from tfps.wire.job_token import JobToken
+from tfps.wire.measuring import measure_grpc, purpose
 
 MIB = 2**20
 
@@ -236,13 +239,17 @@ def test_workers_that_died_before_their_streams_leave_nothing_to_the_next_job(
 # A job goes on meanwhile
 
 
-FLOODS: dict[str, Callable[[ParameterServer], object]] = {
-    "calls": lambda server: ask(server.address, "Status", b"x" * 100_000),
-    "leaves": lambda server: ask(server.address, "Leave", pb.LeaveRequest(rank=0).SerializeToString()),
-    "garbage": lambda server: _say(server.port, b"\x16\x03\x01garbage" * 100),
-    "connections": lambda server: _say(data(server).port, b""),
-    "greetings": lambda server: _say(data(server).port, b"tfps\x02\x00" + b"\xff" * 300),
-    "frames": lambda server: _say(data(server).port, bytes(10_000)),
+FLOODS: dict[str, Callable[[ParameterServer, Security], object]] = {
+    "calls": lambda server, _: ask(server.address, "Status", b"x" * 100_000),
+    "leaves": lambda server, _: ask(server.address, "Leave", pb.LeaveRequest(rank=0).SerializeToString()),
+    "garbage": lambda server, _: _say(server.port, b"\x16\x03\x01garbage" * 100),
+    "connections": lambda server, _: _say(data(server).port, b""),
+    "greetings": lambda server, _: _say(data(server).port, b"tfps\x02\x00" + b"\xff" * 300),
+    "frames": lambda server, _: _say(data(server).port, bytes(10_000)),
+    "measurements": lambda server, _: introduce(
+        server.address, data(server).port, JobToken(SECRET), purpose("pull"), 0, jobs.DEADLINE_S
+    ).close(),
+    "measurements over gRPC": lambda server, known: _measure_over_grpc(Pserver(server.address, known)),
 }
 
 
@@ -253,16 +260,23 @@ def _say(port: int, text: bytes) -> None:
         stranger.recv(1000)
 
 
+def _measure_over_grpc(pserver: Pserver) -> None:
+    with contextlib.closing(pserver):
+        measure_grpc(pserver, "pull", 0.05)
+
+
 @pytest.mark.parametrize("what", FLOODS)
 def test_a_flood_of_strangers_does_not_stop_a_job(what: str, cluster: Cluster, files: dict[str, str]) -> None:
-    server = cluster.pserver(1, security=Security(token_file=files[SECRET]))
+    security = Security(token_file=files[SECRET])
+    server = cluster.pserver(1, security=security)
     worker = cluster.worker([server.address], config=settings(files[SECRET]))
     worker.declare([SUM])
     over = threading.Event()
 
     def flood() -> None:
         while not over.is_set():
-            FLOODS[what](server)
+            with contextlib.suppress(TfpsError, OSError):  # a job forbids measurements
+                FLOODS[what](server, security)
 
     strangers = [threading.Thread(target=flood, daemon=True) for _ in range(20)]
     for stranger in strangers:
@@ -313,17 +327,6 @@ def test_a_job_goes_on_while_strangers_hold_all_file_descriptors(cluster: Cluste
         assert worker._memory.pservers  # through shared memory, which is mapped already
         still_sums(worker)
         worker.close()
-
-
-def test_strangers_on_the_data_port_do_not_keep_a_worker_out(cluster: Cluster, files: dict[str, str]) -> None:
-    server = cluster.pserver(1, security=Security(token_file=files[SECRET]))
-    address = "127.0.0.1", data(server).port
-    strangers = [socket.create_connection(address, jobs.DEADLINE_S) for _ in range(100)]
-    worker = cluster.worker([server.address], config=settings(files[SECRET], transport="tcp"))
-    worker.declare([SUM])
-    still_sums(worker)
-    for stranger in strangers:
-        stranger.close()
 
 
 def test_silent_clients_do_not_keep_prometheus_out(cluster: Cluster) -> None:

@@ -16,7 +16,7 @@ import pytest
 import tfps
 import tfps.ray
 from tfps.config import Launch
-from tfps.errors import ConfigError, WorkerLostError
+from tfps.errors import WorkerLostError
 from tfps.types import Argument, Options
 
 ray = pytest.importorskip("ray", reason=on_ray.NEEDS_RAY)
@@ -195,21 +195,3 @@ def test_a_worker_finds_as_many_pservers_as_were_asked_for_and_keras_3(tmp_path:
     launch, tf_config, legacy = fit(place, tmp_path, workers=1, pservers=3).return_value
     assert (len(launch.pservers), launch.rank, launch.workers) == (3, 0, 1)
     assert (tf_config, legacy) == ("none", False)
-
-
-def test_without_room_for_the_pservers_fit_says_where_and_what_they_need(tmp_path: Path) -> None:
-    with pytest.raises(ray.train.ControllerError, match=r"pserver 0 of 1 was not ready .* needs \{'CPU': 2\} beside"):
-        fit(place, tmp_path, workers=1, resources_per_pserver={"CPU": 2}, start_timeout_s=5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"pservers": 0}, "pservers must be a whole number from 1, or None"),
-        ({"resources_per_pserver": 2}, "resources_per_pserver must be amounts"),
-        ({"start_timeout_s": 0}, "start_timeout_s must be a positive number of seconds, got 0"),
-    ],
-)
-def test_arguments_are_checked_where_they_are_written(arguments: Options, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{says}"):
-        tfps.ray.TensorflowConfig(**arguments)

@@ -125,14 +125,6 @@ def test_a_worker_whose_node_is_lost_comes_back_on_another(
     assert "); it starts again (restarts left: 0)" in caplog.text
 
 
-def test_the_node_with_the_pserver_takes_the_job_with_it(spot: Callable[[], None], tmp_path: Path) -> None:
-    for _ in range(3):
-        spot()
-    options: Options = {"workers": 2, "pservers": 1, "resources_per_worker": on_ray.SPOT}
-    with pytest.raises(PserverLostError, match="no pserver is left of job"):
-        tfps.ray.run(partial(trains, tmp_path, 0, on_ray.lose_node, True), **options, max_failures=3, min_workers=1)
-
-
 def test_without_a_start_left_the_others_end_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     function = partial(trains, tmp_path, 1, partial(on_ray.die, signal.SIGKILL), False)
     results = tfps.ray.run(function, workers=3, pservers=1, min_workers=2)

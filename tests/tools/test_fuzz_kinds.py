@@ -18,7 +18,6 @@ from tools.fuzzing.expressions import OF_BATCHES, OPTIMIZERS
 from tools.fuzzing.layers import NO_MEANS, STATES
 from tools.fuzzing.oracle import NOTHING, PLAIN, Judgement
 from tools.fuzzing.pool import Outcome, Pool, Task
-from tools.fuzzing.simplify import simplified
 from tools.fuzzing.source import program
 
 TWO = Place(workers=2, pservers=1)
@@ -52,12 +51,6 @@ def test_inputs_that_are_no_arrays_come_with_every_optimizer() -> None:
 def test_losses_of_outputs_are_evaluated() -> None:
     scalar = [case for case in thousand() if case.network.other_loss != "mse"]
     assert any("Evaluate" in case.actions_of and case.rows % case.replicas for case in scalar)
-
-
-def test_what_is_left_out_of_the_kinds_is_not_drawn() -> None:
-    without = (*OF_ROWS, "edges", "queue", "op_determinism", "again")
-    for number in range(200):
-        assert not features(draw(f"2 {number}", without=without)) & set(without)
 
 
 def refused(case: Case, *errors: str) -> runner.Result:
@@ -94,13 +87,6 @@ def test_orders_that_are_another_each_time_are_compared_by_what_rows_there_were(
     assert oracle.with_reference(sums, other, judgement)[0] is None
     assert oracle.with_reference({**sums, "history/0/z_rows": 2.0}, other, judgement)[0] is not None
     assert Judgement.of(Case(actions=(Fit(input="generator", again=True),))).reference == NOTHING
-
-
-def test_kinds_are_shrunk_to_what_matters() -> None:
-    case = draw("1 0")
-    case = dataclasses.replace(case, place=TWO, start="loaded from a file", op_determinism=True)
-    small = simplified(case, lambda case: case.op_determinism, lambda: False)
-    assert features(small) == {"op_determinism", "Fit"}
 
 
 def drawn_of(name: str) -> Case:

@@ -155,21 +155,6 @@ def test_each_host_and_direction_has_its_rate() -> None:
 
 
 @needs_labs
-def test_between_two_hosts_the_slower_direction_counts() -> None:
-    with Netlab(hosts=2, rate_mbit=[Rate(tx_mbit=100, rx_mbit=20), Rate(tx_mbit=100, rx_mbit=40)]) as lab:
-        first, second = lab.hosts
-        for sender, receiver, rate_mbit in ((first, second, 40), (second, first, 20)):
-            queue_bytes = rate_mbit * 1e6 / 8 * netlab.QUEUE_S
-            flow = netlab_probe.Flow("", sender.popen, receiver.popen, receiver.address, rate_mbit, queue_bytes)
-            for _ in range(netlab.ATTEMPTS):
-                (payload_mbit,) = netlab_probe.measure([flow], window_s=0.5)
-                if abs(payload_mbit / netlab_probe.PAYLOAD / rate_mbit - 1) <= netlab.TOLERANCE:
-                    break
-            else:
-                pytest.fail(f"{sender.name} to {receiver.name}: {payload_mbit} of {rate_mbit} Mbit/s")
-
-
-@needs_labs
 @pytest.mark.parametrize("direction", ["tx", "rx"])
 def test_the_probe_refuses_a_host_that_has_lost_its_shaping(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netlab, "ATTEMPTS", 2)
@@ -268,14 +253,6 @@ def test_an_owner_ended_by_a_signal_leaves_nothing(number: signal.Signals) -> No
 
 
 @needs_labs
-def test_names_without_a_lab_are_removed() -> None:
-    leftover = netlab_system.CONFIGURATION / f"netlab{netlab_system.MAX_LABS}-host0"  # a number that no lab gets
-    leftover.mkdir(parents=True)
-    netlab.clean()
-    assert not leftover.exists()
-
-
-@needs_labs
 def test_ctrl_c_of_the_program_leaves_nothing() -> None:
     command = ["run", "--hosts=2", "--", "sh", "-c", "echo $NETLAB_ADDRESSES $$; exec sleep 1000"]
     with jobs.python(str(TOOLS / "netlab.py"), *command) as program:
@@ -302,15 +279,6 @@ def test_the_program_ends_with_the_exit_code_of_the_first_failure() -> None:
     assert set(said.splitlines()) <= {"[host0] host0", "[host2] host2"}
     assert "[host2] host2" in said
     assert errors == "netlab: host2 ended with exit code 7; all processes were ended\n"
-
-
-@needs_labs
-def test_the_program_probes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert netlab.main(["probe", "--hosts=1", "--rate-mbit=10:20"]) == 0  # in this process, where `patience` holds
-    assert [line.partition(", measured")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "host0 tx: wanted 10 Mbit/s",
-        "host0 rx: wanted 20 Mbit/s",
-    ]
 
 
 def test_without_root_it_refuses_and_says_why() -> None:

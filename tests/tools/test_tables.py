@@ -109,7 +109,3 @@ def test_a_part_that_there_is_not_is_refused(
     with pytest.raises(SystemExit):
         bench.main()
     assert "--part is for recovery and tables, got it with wire" in capsys.readouterr().err
-
-
-def test_the_largest_table_fits_into_memory() -> None:
-    assert benchmark.QUICK_ROWS <= benchmark.most_rows() <= benchmark.MOST_ROWS

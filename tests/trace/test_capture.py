@@ -255,13 +255,6 @@ def test_a_file_that_nests_deeply_is_refused(opening: bytes, tmp_path: Path) -> 
         read(path)
 
 
-def test_the_most_repetitive_capture_is_far_from_the_bound(tmp_path: Path) -> None:
-    path = tmp_path / "same.trace.json.gz"
-    same = Span("wire", 0, "to pserver 0", 0, 1, 0, 0, 0, -1, 0, 8, 0, 0)
-    write_chrome(Capture(PROCESSES, BUCKETS, (same,) * 50_000), path)
-    assert len(read(path).spans) == 50_000
-
-
 def test_a_capture_of_a_large_job_is_far_from_the_bounds(tmp_path: Path) -> None:
     """64 workers and 64 pservers, a model of 500 layers, times as clocks have them."""
     path, clock, hosts = tmp_path / "large.trace.json.gz", random.Random(1), range(64)
@@ -381,14 +374,6 @@ def test_a_file_of_before_there_were_views_is_read(tmp_path: Path) -> None:
     assert text.count(b'"views":[],') == 1
     (tmp_path / "old.gz").write_bytes(gzip.compress(text.replace(b'"views":[],', b"")))
     assert read(tmp_path / "old.gz") == capture
-
-
-def test_a_process_says_what_it_may_be() -> None:
-    with pytest.raises(TfpsError, match="must be 'worker' or 'pserver', got 'chief'"):
-        Process("chief", 0)  # type: ignore[arg-type]
-    with pytest.raises(TfpsError, match="must be at least 0, got -1 and 0"):
-        Process("worker", -1)
-    assert Process("pserver", 2).name == "pserver 2"
 
 
 def test_names_and_keys_of_spans() -> None:

@@ -87,15 +87,6 @@ def test_of_a_log_directory_it_shows_the_newest_capture(
     assert "limited by" in capsys.readouterr().out
 
 
-def test_in_a_pipe_no_row_is_broken(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (settings,) = [line for line in lines if "policy priority, " in line]
-    assert len(settings) > 80
-    (heads,) = [line for line in lines if "exposed wait" in line and "slowest" in line]
-    assert heads.split()[-3:] == ["out", "of", "order"]
-
-
 def test_csv_has_a_row_per_step_with_exact_figures(file: Path, tmp_path: Path) -> None:
     assert main([str(file), "--csv", str(tmp_path / "steps.csv")]) == 0
     with (tmp_path / "steps.csv").open() as written:

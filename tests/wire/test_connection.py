@@ -201,14 +201,6 @@ def test_a_connection_cut_within_a_frame_is_broken(where: str, pair: tuple[socke
     assert not taking.got
 
 
-def test_garbage_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
-    here, there = pair
-    ended = receiving(Connection(there), Taking())
-    here.sendall(b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n")
-    here.close()
-    assert isinstance(the_end(ended), ProtocolError | BrokenConnectionError)
-
-
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.REPLY])
 def test_data_of_the_wrong_direction_is_refused(kind: Kind, pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
@@ -236,11 +228,6 @@ def test_who_has_no_token_is_told_so_before_anything_else_is_read(
     here.sendall(struct.pack("<4sHHHI", b"tfps", 4, len(sent), 200, 0) + sent)  # the 200 bytes never come
     with pytest.raises(ConnectError, match=r"the pserver (wants|has another) .*job token"):
         greet(there, JobToken("the-token-0123456789"), jobs.DEADLINE_S)
-
-
-def test_who_does_not_say_who_it_is_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
-    with pytest.raises(TimeoutError):
-        greet(pair[1], JobToken(), 0.05)
 
 
 def test_who_is_refused_and_goes_on_talking_is_closed_by_one_deadline(

@@ -1,4 +1,4 @@
-"""Changed frames, parts and control messages: each decodes, or is refused by name; none takes or keeps memory."""
+"""Changed parts and control messages: each decodes, or is refused by name; none takes or keeps memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import socket
 import tracemalloc
 
 import pytest
-from mutations import TEXTS, change_message, changed, draw, replayable, some_frame, some_parts
+from mutations import TEXTS, change_message, changed, draw, replayable, some_parts
 from receivers import Taking
 
 from tfps.config import MAX_SLICE_BYTES, Config
 from tfps.errors import ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.exchange.update_spec import UpdateSpec
 from tfps.membership.members import Applicant
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.guard import parse
 from tfps.trace.recorder import Recorder
-from tfps.wire import connection, control, frames
+from tfps.wire import connection, control
 from tfps.wire.connection import Connection
 from tfps.wire.control import bucket_message, settings_of
 from tfps.wire.frames import PART_BYTES, Assembler, Header, Kind, decode_part
@@ -31,27 +31,10 @@ from tfps.wire.send_queue import SendQueue
 KEPT = 256 * 1024  # bytes: caches of regular expressions, of numpy and of the interpreter; inputs are up to 5 kB each
 CONSTANTS = ("beta_1", 0.5), ("beta_2", 0.5), ("epsilon", 1e-7)
 SPEC = UpdateSpec("adam", CONSTANTS, (("momentum", 0.0), ("velocity", 0.0)), (4,), (False,))
-CONFIGS = [Config(), Config(update="server", mode="async"), Config(mode="diloco"), Config(compression="topk:0.1")]
 JSON_VALUES = (
     *("Infinity", "-Infinity", "NaN", "1e400", "1" + "0" * 400, "-1", "0", "true", "null", "{}", "[]", '""'),
     *("[" * 3000, '{"a":' * 3000, "1" + "0" * 5000, '"\\ud800"', "[[1,2]]", "9" * 30, '["x"]', '[["momentum",1e400]]'),
 )
-
-
-def frame_once(random_: random.Random, sent: list[bytes]) -> None:
-    """Decodes a changed frame."""
-    message = changed(random_, some_frame(random_))
-    sent.append(message)
-    try:
-        header, payload = frames.decode(message)
-        assert frames.encode(header, payload) == message
-        assert header.kind in set(Kind)
-        assert header.flags <= frames.ASK | frames.EMPTY | frames.LAST | frames.SHARED | frames.WHOLE
-        frames.decode_place(header, payload)
-        frames.decode_error(header, payload)
-        StepScalars.unpack(payload, SPEC)
-    except ProtocolError:
-        pass
 
 
 def parts_once(random_: random.Random, sent: list[bytes]) -> None:
@@ -150,7 +133,7 @@ STREAMS, LONG_STREAMS = 1_500, 15_000  # of several inputs each, over sockets
 
 
 def check(what: str, begin: int, end: int) -> None:
-    once = {"frames": frame_once, "parts": parts_once, "control": control_once}[what]
+    once = {"parts": parts_once, "control": control_once}[what]
     for number in range(begin, end):
         sent: list[bytes] = []
         with replayable(what, number, sent):
@@ -175,14 +158,14 @@ def check_and_measure(what: str, inputs: int) -> None:
     check(what, inputs // 5, inputs)
 
 
-@pytest.mark.parametrize("what", ["frames", "parts", "control"])
+@pytest.mark.parametrize("what", ["parts", "control"])
 def test_what_is_nearly_valid_is_taken_or_refused_by_name_and_not_kept(what: str) -> None:
     check_and_measure(what, PER_TEST)
 
 
 @pytest.mark.busy
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["frames", "parts", "control"])
+@pytest.mark.parametrize("what", ["parts", "control"])
 def test_much_that_is_nearly_valid_is_taken_or_refused_by_name_and_not_kept(what: str) -> None:
     check_and_measure(what, LONG_PER_TEST)
 

@@ -9,9 +9,9 @@ import pytest
 from jobs import Cluster
 
 
-@pytest.fixture(params=["tcp", "grpc", "shared memory"])
+@pytest.fixture
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A job over each data path; modules to which the path does not matter have a simpler one of this name."""
-    jobs.use(request.param, monkeypatch)
+    """Over the first pserver's data connection and other pservers' shared memory, unless a test asks for a path."""
+    jobs.use(getattr(request, "param", "both"), monkeypatch)
     with Cluster() as cluster:
         yield cluster

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import jobs
 import numpy as np
@@ -29,14 +28,6 @@ CONFIG = Config(
 )
 START = np.arange(ITEMS, dtype=np.float32)
 GRADIENT = np.linspace(-1, 1, ITEMS, dtype=np.float32)
-
-
-@pytest.fixture
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Over the first pserver's data connection and other pservers' shared memory, unless a test asks for a path."""
-    jobs.use(getattr(request, "param", "both"), monkeypatch)
-    with Cluster() as cluster:
-        yield cluster
 
 
 def sgd(momentum: float = 0.5, name: str = "w") -> BucketSpec:
@@ -154,8 +145,7 @@ def test_ranks_that_assign_different_values_fail_by_name(cluster: Cluster) -> No
     ranks = begun(cluster, 2, sgd())
     pending = [rank.push(GRADIENT, mark=ASSIGNED + number) for number, rank in enumerate(ranks)]
     for each in pending:
-        error = each.error()
-        assert isinstance(error, MismatchError)
+        error = each.error(MismatchError)
         assert re.search("ranks . and . have assigned different values to variables of bucket 'w'", str(error)), error
 
 
@@ -214,9 +204,7 @@ def test_a_rank_that_leaves_before_its_first_step_fails_the_others(cluster: Clus
     request = pb.WaitingRequest(incarnation=members[0].client.membership.incarnation)
     poll(lambda: bool(members[0]._pservers[0].call("Waiting", request, jobs.DEADLINE_S).missing))
     members[1].close()
-    error = waits.error()
-    assert isinstance(error, WorkerLostError)
-    assert "rank 1" in str(error)
+    waits.error(WorkerLostError, "rank 1")
 
 
 def test_a_wait_that_takes_too_long_names_the_ranks_that_are_behind(cluster: Cluster) -> None:
@@ -224,8 +212,7 @@ def test_a_wait_that_takes_too_long_names_the_ranks_that_are_behind(cluster: Clu
     waits = ranks[0].push(GRADIENT)
     ranks[1].push(GRADIENT)
     jobs.overdue(ranks[0].worker, missing=2)
-    error = waits.error()
-    assert isinstance(error, WaitTimeoutError)
+    error = waits.error(WaitTimeoutError)
     assert re.search(r"bucket 'w' step 1: no result within 60 s; pserver \S+ waits for rank 2 \(", str(error)), error
     assert "waits for rank 1" not in str(error)
 
@@ -282,8 +269,7 @@ def test_frames_that_do_not_fit_are_refused_by_name(
     raw.declare(pb.Bucket(names=["w"], kind="sum", nbytes=16, dtype="float32", update=rule), number=1)
     for header, payload in sent:
         raw.send(frames.encode(header, payload))
-    error = raw.read_error()
-    assert isinstance(error, ProtocolError)
+    error = raw.read_error(ProtocolError)
     assert message in str(error)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jobs
 import numpy as np
@@ -12,7 +12,7 @@ from jobs import Cluster, Pending, declare, job, summed
 from recorded import sends
 
 from tfps.config import Config
-from tfps.errors import ConfigError, MismatchError, ProtocolError
+from tfps.errors import ConfigError
 from tfps.exchange.codecs import codec_of, known
 from tfps.exchange.interface import BucketSpec, Exchange, kept_arrays
 from tfps.exchange.rules import flushed
@@ -20,15 +20,6 @@ from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
 from tfps.worker.embedded import EmbeddedExchange
-
-
-@pytest.fixture
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Over data connections, unless a test asks for another path."""
-    jobs.use(getattr(request, "param", "tcp"), monkeypatch)
-    with Cluster() as cluster:
-        yield cluster
-
 
 NAMES = ["bfloat16", "float16", "int8", "topk:0.05", "onebit"]
 ITEMS, SLICE = 5003, 256  # does not divide: slices of 1 KiB, blocks of 256 and of 1024
@@ -127,17 +118,6 @@ def test_ranks_and_pservers_have_bitwise_what_numpy_has(cluster: Cluster, codec:
             np.testing.assert_array_equal(kept(worker, 1), by_hand.momentum)
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "float16"])
-def test_with_16_bits_parameters_stay_close_to_those_that_are_not_compressed(cluster: Cluster, codec: str) -> None:
-    compressed = Ranks(job(cluster, 2, spec(codec), config=CONFIG), random(0))
-    plain = Ranks(job(cluster, 2, spec("none"), config=CONFIG), random(0))
-    for number in range(6):
-        gradients = [random(100 * number + rank) for rank in range(2)]
-        compressed.step(gradients)
-        expected, _ = [summed(each.wait()) for each in plain.begin(gradients)]
-    np.testing.assert_allclose(compressed.variable, expected, atol=0.02 if codec == "bfloat16" else 0.003)
-
-
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "topk:0.05"])
 def test_what_is_put_counts_from_the_next_push_on_and_is_shown_with_it(cluster: Cluster, codec: str) -> None:
     ranks = Ranks(job(cluster, 2, spec(codec), pservers=3, config=CONFIG), random(0))
@@ -214,31 +194,6 @@ def test_what_workers_have_takes_memory_and_residuals_do_not() -> None:
     assert [kept_arrays(dataclasses.replace(spec(codec), update=None)) for codec in ("none", "bfloat16", "int8")] == [
         *(0, 0, 1)
     ]
-
-
-def test_a_rank_that_collects_while_another_trains_fails_the_job_by_name(cluster: Cluster) -> None:
-    ranks = Ranks(job(cluster, 2, spec("int8"), config=CONFIG), random(0))
-    ranks.step([random(1), random(2)])
-    alone = Pending()
-    ranks.workers[0].state.collect_residual(0, alone)
-    ranks.workers = ranks.workers[1:]
-    (trains,) = ranks.begin([random(3)])
-    for error in (alone.error(), trains.error()):
-        assert isinstance(error, ProtocolError)
-        assert "call strategy.combine() on every rank before" in str(error)
-
-
-def test_ranks_that_do_not_step_alike_fail_by_name(cluster: Cluster) -> None:
-    ranks = Ranks(job(cluster, 2, spec("int8"), config=CONFIG), random(0))
-    workers = ranks.workers
-    pending = []
-    for rank, worker in enumerate(workers):
-        ranks.workers, ranks.steps = [worker], 0
-        pending += ranks.begin([random(rank)], mark=rank)
-    for each in pending:
-        error = each.error()
-        assert isinstance(error, MismatchError)
-        assert "have different values that the program has assigned" in str(error)
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "float64"}, {"nbytes": 8}])

@@ -13,7 +13,7 @@ import pytest
 from jobs import Cluster, Failed, RawWorker, bucket, poll, push, summed, together
 
 from tfps.config import Config
-from tfps.errors import ConnectError, WorkerLostError
+from tfps.errors import WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument
 from tfps.wire.control import bucket_message
@@ -50,15 +50,6 @@ class Job:
         admitting = [functools.partial(each.joining.admit, ranks) for each in self.workers.values()]
         joining = [functools.partial(self.candidates[rank].joining.take_part, 1) for rank in ranks]
         together(*admitting, *joining)
-
-
-def test_those_who_join_together_know_each_other(cluster: Cluster) -> None:
-    job = Job(cluster, [1, 2])
-    job.admit([1, 2])
-    everybody = [*job.workers.values(), *job.candidates.values()]
-    assert [each.view.ranks for each in everybody] == [(0, 1, 2)] * 3
-    for each in [push(worker, GRADIENT, ONES) for worker in everybody]:
-        assert summed(each.wait()).tolist() == [3.0] * 512
 
 
 def test_who_joins_knows_those_who_have_joined_since_it_came(cluster: Cluster) -> None:
@@ -178,11 +169,3 @@ def test_who_comes_before_its_silent_predecessor_is_lost_waits_for_its_place(
     together(functools.partial(member, 0), functools.partial(member, 1))
     assert cluster.worker([server.address], 1, config=GOES_ON).joining.candidate
     assert "has been silent for" in server.status().changes[0]
-
-
-def test_two_workers_of_one_rank_are_refused_where_both_live(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfps.pserver.elastic._NOTICED_S", 0.5)
-    server = cluster.pserver(2)
-    cluster.workers([server.address], 2, config=GOES_ON)
-    with pytest.raises(ConnectError, match="two workers have rank 1"):
-        cluster.worker([server.address], 1, config=GOES_ON)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-import jobs
 import moving
 import numpy as np
 import pytest
@@ -15,17 +14,15 @@ from jobs import Cluster, Pending, poll, summed
 from moving import ITEMS, refused
 
 from tfps.config import Config
-from tfps.errors import PserverLostError, TfpsError, WorkerLostError
+from tfps.errors import WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.recovery import machine
 from tfps.recovery.exchange import ElasticExchange
 from tfps.recovery.machine import Phase
 from tfps.recovery.reconfiguration import Reconfiguration
-from tfps.types import Argument, Array
-from tfps.worker.client import PserverClient
-from tfps.worker.worker import Worker
+from tfps.types import Array
 
-pytestmark = moving.PATHS
 RATE, MOMENTUM = np.float32(0.25), np.float32(0.5)
 SGD = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (ITEMS,), (False,))
 MODEL = [3, 4]  # the numbers of two buckets that pservers update
@@ -103,16 +100,16 @@ def hold_replay(
     may, give = threading.Event(), Reconfiguration._give
 
     def held(self: Reconfiguration, session: int, number: int) -> None:
-        if self._core.rank in ranks and number in numbers:
-            may.wait(jobs.DEADLINE_S)
-        give(self, session, number)
+        if self._core.rank in ranks and number in numbers and not may.wait(0.01):
+            self._core.to_do.put(machine.Give(session, number))  # after what else is to be done
+        else:
+            give(self, session, number)
 
     monkeypatch.setattr(Reconfiguration, "_give", held)
     return may
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+@pytest.mark.parametrize(("every", "steps"), [(1, 2), (3, 0), (3, 1), (3, 5)])
 def test_training_goes_on_where_it_was(cluster: Cluster, every: int, steps: int) -> None:
     job = Training(cluster, every)
     job.train(steps)
@@ -191,16 +188,6 @@ def test_no_more_is_kept_than_asked_for(cluster: Cluster) -> None:
         assert max(job.kept()) <= 3 + 1
 
 
-def test_workers_that_are_left_keep_all_after_their_next_step(cluster: Cluster) -> None:
-    job = Training(cluster, every=50)
-    job.train(3)
-    job.leave(0)
-    job.train(2)
-    job.lose(0)
-    job.train(2)
-    job.check_slots()
-
-
 def test_who_is_first_now_writes_what_all_assign(cluster: Cluster) -> None:
     job = Training(cluster, every=50)
     job.train(2)
@@ -210,15 +197,18 @@ def test_who_is_first_now_writes_what_all_assign(cluster: Cluster) -> None:
     job.check_slots()
 
 
-def test_a_newcomer_has_its_part_after_its_first_step(cluster: Cluster) -> None:
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (0, 0), (0, 2)])
+def test_a_newcomer_has_its_part_after_its_first_step(cluster: Cluster, before: int, after: int) -> None:
+    """And nothing of the part of the lost worker whose number it has."""
     job = Training(cluster, every=50)
     job.train(3)
     job.leave(0)
-    job.train(2)
+    job.train(before)
     job.newcomer(0, [*job.specs, *SPECS])
     job.workers.sort(key=lambda worker: worker.rank)  # the order of additions
-    job.train(2)
+    job.train(after)
     job.lose(0)
+    job.check_slots()
     job.train(2)
     job.check_slots()
 
@@ -236,54 +226,6 @@ def test_a_worker_and_a_pserver_together_end_the_job_by_name(cluster: Cluster) -
         assert isinstance(error, WorkerLostError)
 
 
-def test_a_worker_that_dies_before_it_has_written_its_part_ends_the_job_by_name(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others have declared all buckets, and must not begin with what lacks its part."""
-    job = Training(cluster, every=2)
-    job.train(5)
-    write, over, missed = PserverClient.write, threading.Event(), moving.unawaited(monkeypatch)
-
-    def dies(self: PserverClient, *arguments: Argument) -> None:
-        if self.membership.rank == 2 and (new := job.workers[2].core.next) is not None:
-            missed.add(2)
-            for stream in new._streams:
-                stream.close()
-            over.wait(jobs.DEADLINE_S)
-            raise TfpsError("it has died")
-        write(self, *arguments)
-
-    monkeypatch.setattr(PserverClient, "write", dies)
-    job.servers[0].stop(0)
-    try:
-        for worker in job.workers[:2]:
-            with pytest.raises(WorkerLostError, match="nobody has all that a lost pserver kept"):
-                worker.state.read(MODEL[0], 1, 0, 4)
-    finally:
-        over.set()
-
-
-def test_a_worker_that_goes_while_pservers_compute_again_ends_the_job_by_name(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Training(cluster, every=50)
-    job.train(3)
-    give = Reconfiguration._give
-
-    def dies(self: Reconfiguration, *arguments: Argument) -> None:
-        if self._core.rank == 2:
-            self._core.worker.close("SIGTERM")
-        else:
-            give(self, *arguments)
-
-    monkeypatch.setattr(Reconfiguration, "_give", dies)
-    job.servers[0].stop(0)
-    poll(lambda: all(worker.failure is not None for worker in job.workers[:2]))
-    for worker in job.workers[:2]:
-        with pytest.raises(WorkerLostError, match="a worker has gone while pservers computed again"):
-            worker.state.read(MODEL[0], 1, 0, 4)
-
-
 def test_a_worker_whose_program_ends_gives_what_it_has_kept(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Training(cluster, every=50)
     job.train(3)
@@ -294,38 +236,4 @@ def test_a_worker_whose_program_ends_gives_what_it_has_kept(cluster: Cluster, mo
     closing.start()
     may.set()
     closing.join()
-    job.check_slots()
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_who_joins_with_the_number_of_a_lost_worker_has_nothing_of_its_part(cluster: Cluster, steps: int) -> None:
-    job = Training(cluster, every=50)
-    job.train(3)
-    job.leave(2)
-    job.newcomer(2, [*job.specs, *SPECS])
-    job.train(steps)
-    job.lose(0)
-    job.check_slots()
-    job.train(1)
-
-
-def test_a_declaration_that_only_some_have_finished_is_made_again(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Training(cluster)
-    job.train(2)
-    declare, once = Worker.declare, set[int]()
-
-    def unanswered(self: Worker, specs: Sequence[BucketSpec], *arguments: Argument) -> list[int]:
-        ids = declare(self, specs, *arguments)
-        if self.rank and self.rank not in once and not self.view.generation > 1:
-            once.add(self.rank)
-            error = PserverLostError("its answer did not come")
-            self.fail(error)
-            raise error
-        return ids
-
-    monkeypatch.setattr(Worker, "declare", unanswered)
-    job.declare([], ["a detail"])
-    job.train(2)
     job.check_slots()

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Sequence
 from concurrent import futures
 
 import jobs
-import moving
 import numpy as np
 import pytest
 from jobs import Cluster, Pending, attempt, bucket, poll, push, summed
-from moving import CONFIG, GRADIENT, ITEMS, TOTAL, Job, deafening, lose_an_answer
+from moving import GRADIENT, ITEMS, TOTAL, Job, deafening
 
-from tfps.errors import MismatchError
 from tfps.exchange.interface import Payload
-from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import regrouping
-from tfps.pserver.server import ParameterServer
-from tfps.recovery import workers
-from tfps.recovery.workers import Workers
+from tfps.recovery import exchange
 from tfps.types import Argument
 from tfps.worker import worker as worker_module
 from tfps.worker.bucket import PushedBucket
 from tfps.worker.pushes import Pushes
 from tfps.worker.worker import Worker
 
-pytestmark = moving.PATHS
 BEFORE = bucket(4 * ITEMS, name="declared before a newcomer came")
 ONES = np.ones(ITEMS, np.float32)
 
@@ -36,7 +29,6 @@ ONES = np.ones(ITEMS, np.float32)
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
-    monkeypatch.setattr(workers, "MOST_CONNECT_S", 2.0)
     monkeypatch.setattr(worker_module, "_REJOIN_S", 1.0)
 
 
@@ -56,6 +48,7 @@ def test_nobody_lacks_a_result_whose_giver_dies_while_it_gives_it(
         return repeat(pushes, number, giver, result, on_reply)
 
     monkeypatch.setattr(Pushes, "repeat", dies)
+    monkeypatch.setattr(exchange, "MOST_CONNECT_S", 0.5)  # its own thread is not dead, and waits without end
     job.servers[1].stop(0)
     assert [summed(pushed[2][0].wait()).tobytes()] == known[1:]
     poll(lambda: job.workers[1].view.ranks == (1, 2))
@@ -161,92 +154,10 @@ def test_a_newcomer_to_a_job_that_has_moved_is_like_the_others(cluster: Cluster,
     job.check(job.begin(3))
 
 
-def test_a_second_pserver_is_lost_before_the_workers_have_begun_anew(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, begin, met = Job(cluster), Workers.resumed, threading.Barrier(3)
-    first = set(range(3))
-
-    def late(self: Workers, reply: pb.Decision, old: Worker, *more: str) -> Worker:
-        if old.rank in first:
-            first.remove(old.rank)
-            met.wait(30.0)
-            if old.rank == 0:
-                job.servers[2].stop(0)
-            if old.rank == 1:  # the others have given up before it comes
-                threading.Event().wait(0.5)
-        return begin(self, reply, old, *more)
-
-    monkeypatch.setattr(Workers, "resumed", late)
-    pushed = job.begin(GRADIENT, 2)
-    job.servers[0].stop(0)
-    pushed.append((push(job.workers[2], GRADIENT, ONES), ONES))
-    job.check(pushed)
-    job.goes_on_with([job.servers[1]])
-
-
-def test_a_worker_dies_after_all_have_met(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, begin = Job(cluster, config=dataclasses.replace(CONFIG, connect_timeout_s=2.0)), Workers.resumed
-
-    def dies(self: Workers, reply: pb.Decision, old: Worker, *more: str) -> Worker:
-        if old.rank == 2:
-            threading.Event().wait()
-        return begin(self, reply, old, *more)
-
-    monkeypatch.setattr(Workers, "resumed", dies)
-    pushed = job.begin(GRADIENT, 2)
-    job.servers[0].stop(0)
-    job.check(pushed)
-    assert {worker.view.ranks for worker in job.workers[:2]} == {(0, 1)}
-
-
-def test_a_declaration_of_details_that_only_some_have_made_is_made_by_all(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(cluster)
-    lose_an_answer(monkeypatch)
-    job.declare([], ["a detail"])
-    job.step()
-    job.lose(0)
-    job.step()
-    job.workers.pop().close("it ends early")
-    assert job.worker([server.address for server in job.servers], 2).joining.lines() == ["a detail"]
-
-
-@pytest.mark.parametrize("how", ["close", "fail"])
-def test_who_ends_while_the_job_begins_anew_leaves_nobody_waiting(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    job, begin = Job(cluster), Workers.resumed
-    ready, goes_on = threading.Event(), threading.Event()
-
-    def late(self: Workers, reply: pb.Decision, old: Worker, *more: str) -> Worker:
-        if old.rank == 2:
-            ready.set()
-            goes_on.wait(30.0)
-        return begin(self, reply, old, *more)
-
-    monkeypatch.setattr(Workers, "resumed", late)
-    pushed = job.begin(GRADIENT, 2)
-    job.servers[0].stop(0)
-    assert ready.wait(30.0)
-    if how == "close":
-        job.workers[2].close("it ends early")
-    else:
-        job.workers[2].fail(MismatchError("it is not alike"))
-    goes_on.set()
-    if how == "close":
-        job.check(pushed)
-    else:
-        for pending, _ in pushed:
-            assert "it is not alike" in str(pending.error())
-
-
 def test_a_pserver_that_has_another_job_meanwhile_is_none_of_this_one(cluster: Cluster) -> None:
     job = Job(cluster)
     job.lose(0)
-    back = ParameterServer("127.0.0.1", job.servers[0].port, workers=1)
-    cluster.callback(back.stop, 0.2)
+    back = cluster.pserver(1, job.servers[0].port)
     cluster.worker([back.address], 0).declare([bucket(8)])
     job.lose(1)
     job.step()

@@ -228,6 +228,4 @@ def test_who_joins_as_the_first_writes_what_all_have_assigned(updating: Job) -> 
     updating.admit(newcomer)
     (waits,) = updated([left], 2, mark=1)
     newcomer.close("SIGTERM")  # before it has written anything
-    error = waits.error()
-    assert isinstance(error, WorkerLostError)
-    assert "a worker was lost before it had written what all ranks have assigned" in str(error)
+    waits.error(WorkerLostError, "a worker was lost before it had written what all ranks have assigned")

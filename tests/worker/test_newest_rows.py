@@ -12,21 +12,19 @@ import moving
 import numpy as np
 import pytest
 from jobs import Cluster, Pending, poll, together
-from moving_tables import IDS, SCALARS, SPEC, TABLE
+from table_jobs import IDS, SCALARS, TABLE, declared, described
 
 from tfps.config import Config, Security
-from tfps.exchange.interface import BucketSpec
 from tfps.exchange.requests import Assign, Lookup, RowUpdate
 from tfps.pserver.regrouping import offer
-from tfps.pserver.server import ParameterServer
 from tfps.recovery.exchange import ElasticExchange
 from tfps.recovery.machine import Effect, Event, Phase
 from tfps.recovery.reconfiguration import Reconfiguration
 from tfps.tables.table import Table
 from tfps.types import Argument, Array
 
-pytestmark = moving.PATHS
 WORKERS = 3
+SPEC = described()
 
 
 def config(folder: Path, every: int, staleness: int | None = None) -> Config:
@@ -50,7 +48,7 @@ class Training(moving.Job):
         self.every = config.snapshot_steps
         self.table, self.saved, self.left = Table(SPEC), Table(SPEC), 0
         self.steps = dict.fromkeys(range(WORKERS), 0)
-        self.declare([BucketSpec(("user",), "table", 0, "float32", 0, table=SPEC.text())])
+        self.declare([declared("user")])
 
     def draw(self) -> Array:
         return self.random.choice(IDS, int(self.random.integers(1, 30)), replace=False)
@@ -105,9 +103,7 @@ def copy_of(table: Table) -> Table:
     return other
 
 
-@pytest.mark.parametrize("staleness", [None, 2])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+@pytest.mark.parametrize(("steps", "every", "staleness"), [(0, 1, None), (2, 1, 2), (2, 3, 2), (4, 3, None)])
 def test_rows_go_on_as_in_the_last_snapshot(
     cluster: Cluster, tmp_path: Path, steps: int, every: int, staleness: int | None
 ) -> None:
@@ -187,19 +183,6 @@ def test_a_gradient_that_comes_as_its_pserver_is_lost_is_a_step_of_its_rank(
     job.goes_back()
     job.train(2, 0, 1, 1, 0, 2)
     job.check_all()
-
-
-def test_the_only_pserver_comes_back(cluster: Cluster, tmp_path: Path) -> None:
-    job = Training(cluster, config(tmp_path, every=1), pservers=1)
-    job.train(0, 1, 0, 2)
-    job.servers[0].stop(0)
-    again = ParameterServer("127.0.0.1", job.servers[0].port, workers=WORKERS)
-    cluster.callback(again.stop, 0.2)
-    job.goes_back()
-    poll(lambda: all(worker.core.worker.view.generation for worker in job.workers))
-    job.train(1, 0, 2)
-    job.check_all()
-    job.goes_on_with([again])
 
 
 def test_replaced_rows_are_in_a_snapshot(cluster: Cluster, tmp_path: Path) -> None:

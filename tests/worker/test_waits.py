@@ -18,7 +18,6 @@ import pytest
 from jobs import Cluster
 
 from tfps.exchange.interface import BucketSpec
-from tfps.pserver.server import ParameterServer
 from tfps.worker import client
 from tfps.worker.client import saying
 
@@ -27,12 +26,9 @@ SPEC = BucketSpec(("dense/kernel", "dense/bias"), "sum", 4000, "float32", 0)
 ONES = np.ones(1000, np.float32)
 
 
-@pytest.fixture(params=["tcp", *(pytest.param(path, marks=pytest.mark.long) for path in ("grpc", "shared memory"))])
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    jobs.use(request.param, monkeypatch)
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PATIENCE_S", 0.3)
-    with Cluster() as cluster:
-        yield cluster
 
 
 @pytest.fixture
@@ -55,8 +51,7 @@ def test_a_pserver_that_does_not_answer_is_named(cluster: Cluster, said: list[st
 
     def serve() -> None:
         jobs.poll(lambda: bool(said))
-        server = ParameterServer("127.0.0.1", port, workers=1)
-        cluster.callback(server.stop, 0.2)
+        cluster.pserver(1, port)
 
     jobs.together(lambda: cluster.worker([f"127.0.0.1:{port}"]), serve)
     why = "127.0.0.1: refused: nothing listens there"

@@ -12,26 +12,20 @@ from dataclasses import replace
 import jobs
 import pytest
 from jobs import Cluster, attempt, bucket, job, together
+from table_jobs import declared, described
 
-from tfps.config import Config
 from tfps.errors import ConfigError, ConnectError, MismatchError, WaitTimeoutError, WorkerLostError
+from tfps.exchange.codecs import codec_of
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.update_spec import UpdateSpec
+from tfps.types import Options
 from tfps.worker.worker import Worker
 
 SHORT = replace(jobs.CONFIG, connect_timeout_s=1.5, step_timeout_s=1.0)
 # For whoever has to join, or to declare, in time before the wait that must end: a busy machine takes a while for that.
-LONGER = replace(jobs.CONFIG, connect_timeout_s=15.0)  # in which something must have answered
-
-one_path = pytest.mark.parametrize("cluster", ["tcp"], indirect=True)
-
+LONGER = replace(jobs.CONFIG, connect_timeout_s=5.0)  # in which something must have answered
 
 # Joining
-
-
-def test_ranks_follow_the_order_of_joining(cluster: Cluster) -> None:
-    addresses = cluster.pservers(2, 3)
-    workers = together(*[lambda: cluster.worker(addresses)] * 3)
-    assert sorted(worker.rank for worker in workers) == [0, 1, 2]
-    assert {worker.view.workers for worker in workers} == {3}
 
 
 def test_pservers_may_start_later_than_workers(cluster: Cluster) -> None:
@@ -43,11 +37,9 @@ def test_pservers_may_start_later_than_workers(cluster: Cluster) -> None:
         return cluster.worker([f"127.0.0.1:{port}"])
 
     def serve() -> None:
-        from tfps.pserver.server import ParameterServer
 
         assert started.wait(jobs.DEADLINE_S)
-        server = ParameterServer("127.0.0.1", port, workers=1)
-        cluster.callback(server.stop, 0.2)
+        cluster.pserver(1, port)
 
     worker, _ = together(join, serve)
     assert worker is not None
@@ -66,13 +58,11 @@ def test_no_pserver_at_an_address_is_named_within_the_timeout(cluster: Cluster) 
     assert time.monotonic() - start < jobs.DEADLINE_S
 
 
-@one_path
 def test_a_name_that_does_not_resolve_is_said_to_be_one(cluster: Cluster) -> None:
     with pytest.raises(ConnectError, match=r"no answer within 1.5 s \(the name 'no\.such\.invalid' does not resolve: "):
         cluster.worker(["no.such.invalid:7070"], config=SHORT)
 
 
-@one_path
 def test_one_of_two_pservers_unreachable_is_named_and_the_other_is_free_again(cluster: Cluster) -> None:
     good, bad = cluster.pserver(1).address, f"127.0.0.1:{jobs.unused_ports(1)}"
     with pytest.raises(ConnectError, match=f"pserver {bad}: no answer"):
@@ -93,7 +83,6 @@ def test_something_else_at_the_address_is_no_pserver(cluster: Cluster) -> None:
         cluster.worker([f"127.0.0.1:{port}"])
 
 
-@one_path
 @pytest.mark.parametrize(
     ("says", "what"), [(b"SSH-2.0-sshd\r\n", "another server"), (b"HTTP/1.1 400 Bad Request\r\n", "an HTTP server")]
 )
@@ -114,7 +103,6 @@ def test_a_server_without_grpc_at_the_address_is_named_with_what_it_says(
         cluster.worker([address], config=replace(LONGER, connect_timeout_s=1.0))
 
 
-@one_path
 def test_a_missing_rank_is_named_within_the_timeout(cluster: Cluster) -> None:
     addresses = cluster.pservers(1, 3)
     results = attempt(*(functools.partial(cluster.worker, addresses, rank, config=LONGER) for rank in (0, 2)))
@@ -122,20 +110,6 @@ def test_a_missing_rank_is_named_within_the_timeout(cluster: Cluster) -> None:
         assert isinstance(error, WaitTimeoutError)
         assert "rank 1 (not joined)" in str(error)
         assert "TFPS_CONNECT_TIMEOUT_S" in str(error)
-
-
-def test_a_wrong_number_of_workers_is_refused(cluster: Cluster) -> None:
-    address = cluster.pserver(2).address
-    with pytest.raises(ConnectError, match=f"pserver {address}: .*--workers 2, this worker expects 3"):
-        cluster.worker([address], workers=3)
-
-
-def test_two_workers_of_one_rank_are_refused(cluster: Cluster) -> None:
-    addresses = cluster.pservers(1, 2)
-    first = cluster.raw(addresses[0], rank=0).open()
-    with pytest.raises(ConnectError, match=r"two workers have rank 0: rawhost:\d+ and"):
-        cluster.worker(addresses, 0)
-    first.leave()
 
 
 def test_a_pserver_used_by_another_job_names_its_workers(cluster: Cluster) -> None:
@@ -147,11 +121,19 @@ def test_a_pserver_used_by_another_job_names_its_workers(cluster: Cluster) -> No
         cluster.worker(addresses[1:], job="imagenet")
 
 
-def test_settings_that_differ_are_refused(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("changes", "differ"),
+    [
+        ({"window_bytes": 9999}, "window_bytes must be the same on all workers: .* 4096, this worker 9999"),
+        ({"update": "server"}, "update must be the same on all workers"),
+        ({"compression": "int8"}, "compression must be .*: rank 0 .* has 'none', this worker 'int8'"),
+    ],
+)
+def test_settings_that_differ_are_refused(cluster: Cluster, changes: Options, differ: str) -> None:
     addresses = cluster.pservers(1, 2)
     first = cluster.raw(addresses[0], rank=0).open()
-    with pytest.raises(MismatchError, match=r"window_bytes must be the same on all workers: .* 4096, this worker 9999"):
-        cluster.worker(addresses, 1, config=Config(slice_bytes=1024, window_bytes=9999, connect_timeout_s=30))
+    with pytest.raises(MismatchError, match=differ):
+        cluster.worker(addresses, 1, config=replace(jobs.CONFIG, **changes))
     first.leave()
 
 
@@ -176,13 +158,26 @@ def test_models_that_differ_are_named_on_every_worker(cluster: Cluster) -> None:
             assert f"has variable dense/kernel (64, {size}) float32" in str(error)
 
 
-def test_a_variable_that_only_one_rank_has_is_named(cluster: Cluster) -> None:
-    workers = job(cluster, 2)
-    results = attempt(*(functools.partial(w.declare, [bucket(8)] * (1 + w.rank)) for w in workers))
-    for error in results:
+SUM = bucket(4096)
+UPDATED = replace(SUM, update=UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (1024,), (False,)))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "has"),
+    [
+        ([SUM], [SUM, bucket(8)], ["has nothing", "has bucket 'b' sum 8 bytes float32 priority 0"]),
+        ([replace(SUM, codec=codec_of("int8"))], [replace(SUM, codec=codec_of("bfloat16"))], ["int8", "as bfloat16"]),
+        ([SUM], [UPDATED], ["has bucket 'b' sum", "updated by"]),
+        ([declared("user")], [declared("user", described(rows=10))], ["'user'"]),
+    ],
+)
+def test_buckets_that_differ_are_named(
+    cluster: Cluster, ours: list[BucketSpec], theirs: list[BucketSpec], has: list[str]
+) -> None:
+    first, second = job(cluster, 2)
+    for error in attempt(lambda: first.declare(ours), lambda: second.declare(theirs)):
         assert isinstance(error, MismatchError)
-        assert "has nothing" in str(error)
-        assert "has bucket 'b' sum 8 bytes float32 priority 0" in str(error)
+        assert not [text for text in has if text not in str(error)], error
 
 
 def test_a_rank_that_does_not_declare_is_named(cluster: Cluster) -> None:

@@ -290,7 +290,7 @@ def _plain_of(callback: Callback) -> dict[str, Json]:
     """The attributes of `callback` that JSON can say, but for settings: those of Keras and its arguments."""
     settings = {"params", "tfps_begun"}
     for each in type(callback).__mro__:
-        settings.update(inspect.signature(each.__init__).parameters)
+        settings.update(inspect.signature(each.__init__).parameters)  # type: ignore[misc]
     found = {name: in_json(value) for name, value in vars(callback).items() if name not in settings}
     return {name: value for name, value in found.items() if _plain(value)}
 

@@ -3,7 +3,7 @@
 The next part of a slice is chosen when the socket can take it, so an urgent slice waits for one part. TCP_NOTSENT_LOWAT
 keeps the kernel from holding megabytes before it. What both ends do with frames is the same on gRPC's streams.
 
-Tested in tests/wire/test_connection.py and tests/wire/test_stream.py.
+Tested in tests/wire/test_connection.py.
 """
 
 from __future__ import annotations
