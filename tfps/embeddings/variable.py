@@ -26,7 +26,7 @@ from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gradients
 from tfps.graph.tf_private import identities, in_xla, ops
-from tfps.policies.remote_optimizers import READINGS, Reading, step_scalars
+from tfps.policies.remote_optimizers import READINGS, constants_of, reading_of, step_scalars
 from tfps.runtime.runtime import Runtime
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
@@ -210,29 +210,16 @@ def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:
     Raises:
         UnsupportedError: it has no rule by row.
     """
-    kind = type(optimizer)
-    if kind not in _RULES or "update_step" in vars(optimizer):
-        known = ", ".join(each.__name__ for each in _RULES)
-        raise UnsupportedError(
-            f"rows of tables are updated by the rules of Keras' {known}, not of {kind.__module__}.{kind.__name__}, nor "
-            f"of classes derived from these; {_OWN}"
-        )
-    if kind is keras.optimizers.Ftrl and optimizer.learning_rate_power != -0.5:
-        raise UnsupportedError(
-            f"rows of tables know Ftrl with learning_rate_power=-0.5, its default, got {optimizer.learning_rate_power}"
-        )
+    reading = reading_of(optimizer, _RULES, "rows of tables know", _OWN)
     for name in (*_LIMITS, "use_ema", "gradient_accumulation_steps"):
         if getattr(optimizer, name):
             raise UnsupportedError(
                 f"an optimizer of tables must have no {name}, which needs all rows or several steps, got "
-                f"{name}={getattr(optimizer, name)!r} of {kind.__name__}; {_OWN}"
+                f"{name}={getattr(optimizer, name)!r} of {type(optimizer).__name__}; {_OWN}"
             )
-    reading: Reading = _RULES[kind]
-    constants = {name: float(getattr(optimizer, own)) for name, own in reading.constants.items()}
-    if decays := bool(optimizer.weight_decay):
-        constants["weight_decay"] = float(optimizer.weight_decay)
-    slots = _slots(reading.rule, optimizer)
-    return UpdateSpec(reading.rule, tuple(constants.items()), tuple(slots.items()), (dim,), (decays,))
+    decays, slots = bool(optimizer.weight_decay), _slots(reading.rule, optimizer)
+    constants = constants_of(optimizer, reading, decays=decays)
+    return UpdateSpec(reading.rule, constants, tuple(slots.items()), (dim,), (decays,))
 
 
 def _slots(rule: str, optimizer: Optimizer) -> dict[str, float]:
