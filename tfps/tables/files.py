@@ -123,10 +123,8 @@ def write_shard(
 
     def write(kind: str, arrays: dict[str, Array]) -> None:
         part = path.with_suffix(f"{kind}.{len(sizes[kind])}.npz")
-        with new_file(part) as file, zipfile.ZipFile(file, "w") as archive:
-            for of, array in arrays.items():
-                with archive.open(f"{of}.npy", "w") as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
+        with new_file(part) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # it takes any name
         sizes[kind].append((arrays["ids"].size, part.stat().st_size))
 
     most = max(min(_MOST_ROWS, _MOST_BYTES // spec.row_bytes), 1)
