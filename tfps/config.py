@@ -218,18 +218,12 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):
             value = getattr(self, name)
-            if value != "auto" and not _is_whole(value):
+            if value != "auto" and not is_whole(value):
                 raise ConfigError(f"{name} must be a whole number of bytes or 'auto', got {value!r}")
             if value != "auto" and value <= 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
         if self.slice_bytes != "auto" and self.slice_bytes > MAX_SLICE_BYTES:
             raise ConfigError(f"slice_bytes must be at most {MAX_SLICE_BYTES} (64 MiB), got {self.slice_bytes}")
-        choices = {"policy": Policy, "placement": Placement, "transport": Transport, "update": Update, "mode": Mode}
-        choices["on_nonfinite"] = OnNonfinite
-        for name in ("policy", "placement", "transport", "update", "mode", "on_nonfinite"):
-            if getattr(self, name) not in get_args(choices[name]):
-                known = ", ".join(map(repr, get_args(choices[name])))
-                raise ConfigError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         for name, fits, rule in _FIELDS:
             if not fits(getattr(self, name)):
                 raise ConfigError(f"{name} must be {rule}, got {getattr(self, name)!r}")
@@ -340,7 +334,7 @@ class Config:
         return cls(**{**values, **explicit})
 
 
-def _is_whole(value: Argument) -> bool:
+def is_whole(value: Argument) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -353,7 +347,7 @@ def _is_positive(value: Argument) -> bool:
 
 
 def _whole(least: int, *, optional: bool = False) -> Callable[[Argument], bool]:
-    return lambda value: (optional and value is None) or (_is_whole(value) and value >= least)
+    return lambda value: (optional and value is None) or (is_whole(value) and value >= least)
 
 
 def _of(kind: type) -> Callable[[Argument], bool]:
@@ -364,8 +358,19 @@ def _below(limit: float) -> Callable[[Argument], bool]:
     return lambda value: _is_number(value) and 0 <= value < limit
 
 
+def _one_of(choices: object) -> tuple[Callable[[Argument], bool], str]:
+    known = get_args(choices)
+    return known.__contains__, f"one of {', '.join(map(repr, known))}"
+
+
 # Field, whether a value fits, what it must be. What fields must be together is in `Config.__post_init__`.
 _FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
+    ("policy", *_one_of(Policy)),
+    ("placement", *_one_of(Placement)),
+    ("transport", *_one_of(Transport)),
+    ("update", *_one_of(Update)),
+    ("mode", *_one_of(Mode)),
+    ("on_nonfinite", *_one_of(OnNonfinite)),
     ("deterministic", _of(bool), "True or False"),
     ("shared_memory", _of(bool), "True or False"),
     ("staleness", _whole(0, optional=True), "a number of steps from 0, or None (no limit)"),
@@ -385,10 +390,7 @@ _FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
     ("rejoin_timeout_s", _is_positive, "a positive number of seconds"),
     ("connect_timeout_s", _is_positive, "a positive number of seconds"),
     ("step_timeout_s", _is_positive, "a positive number of seconds"),
-    ("token_file", _of(str), "the path of a file, a string"),
-    ("tls_ca", _of(str), "the path of a file, a string"),
-    ("tls_cert", _of(str), "the path of a file, a string"),
-    ("tls_key", _of(str), "the path of a file, a string"),
+    *((name, _of(str), "the path of a file, a string") for name in _FILES),
 )
 
 
@@ -547,7 +549,7 @@ def with_variables(config: Config, environment: Mapping[str, str] = os.environ) 
 def check_steps(what: str, steps: object) -> tuple[int, int]:
     """Returns `steps` if it is a pair of first and last step, else raises an error that begins with `what`."""
     numbers = list(steps) if isinstance(steps, (tuple, list)) else []
-    if len(numbers) != 2 or not all(map(_is_whole, numbers)) or not 0 <= numbers[0] <= numbers[1]:
+    if len(numbers) != 2 or not all(map(is_whole, numbers)) or not 0 <= numbers[0] <= numbers[1]:
         raise ConfigError(
             f"{what} must be the first and the last, both included and counted from 0, such as (10, 20), got {steps!r}"
         )

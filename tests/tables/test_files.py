@@ -147,13 +147,13 @@ def test_rows_of_others_make_the_next_save_full(tmp_path: Path) -> None:
 def test_pulls_come_while_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_MOST_ROWS", 7)
     lock, table = threading.Lock(), updated(SPEC, range(40))
-    replaced, free = files._replaced, list[bool]()
+    replaced, free = files.new_file, list[bool]()
 
     def noted(path: Path) -> AbstractContextManager:
         free.append(not lock.locked())
         return replaced(path)
 
-    monkeypatch.setattr(files, "_replaced", noted)
+    monkeypatch.setattr(files, "new_file", noted)
     files.write_shard(table, tmp_path, "user", since=None, lock=lock)
     assert free == [True] * 7
     assert not lock.locked()

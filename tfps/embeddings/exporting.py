@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import keras
@@ -87,19 +85,9 @@ def _of_any(table: TableVariable, parts: Path, files: dict[str, Path]) -> tuple[
     return ids, rows
 
 
-def _pieces(array: Array) -> Iterator[bytes]:
-    for begin in range(0, len(array), _PIECE):
-        yield np.ascontiguousarray(array[begin : begin + _PIECE]).tobytes()
-
-
 def _write_npz(path: Path, arrays: dict[str, Array]) -> None:
-    with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                about = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
-                np.lib.format.write_array_header_2_0(member, about)
-                for piece in _pieces(array):
-                    member.write(piece)
+    with path.open("wb") as file:  # by its name NumPy would append .npz
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # it takes any name, and writes piece by piece
 
 
 def _write_safetensors(path: Path, arrays: dict[str, Array]) -> None:
@@ -117,5 +105,5 @@ def _write_safetensors(path: Path, arrays: dict[str, Array]) -> None:
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for array in arrays.values():
-            for piece in _pieces(array):
-                file.write(piece)
+            for begin in range(0, len(array), _PIECE):
+                file.write(array[begin : begin + _PIECE].tobytes())

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.embeddings.prefetch import Prefetcher
-from tfps.errors import ConfigError, TfpsError, WaitTimeoutError, to_text
+from tfps.errors import ConfigError, TfpsError, to_text
 from tfps.exchange.codecs import Codec, Floats
 from tfps.exchange.interface import BucketSpec, OnReply, Reply, Tables, Wait
 from tfps.exchange.requests import Assign, Ids, Load, Lookup, RowUpdate, Save, SavedRows
@@ -121,7 +121,7 @@ class HostTable:
             if self.spec == spec:
                 return
             replaces = self.bucket
-            self._settle()
+            self.runtime.finish()
         names, alike, text = (self.name,), (self.alike,), spec.text()
         bucket = BucketSpec(
             names, "table", 0, "float32", _PRIORITY, alike=alike, codec=self.codec, table=text, replaces=replaces
@@ -255,7 +255,7 @@ class HostTable:
         """Rows as all steps before `step` have left them, [n, dim]; on the calling thread."""
         if self.bucket == UNDECLARED:
             return self.initial_values(ids)
-        self._settle()
+        self.runtime.finish()
         spans = self.runtime.spans
         begin_ns = spans.now()
         lookup = functools.partial(self._tables.lookup, Lookup(self.bucket, step, np.array(ids)))
@@ -286,14 +286,14 @@ class HostTable:
     def save(self, folder: str, name: str, since: int | None = None) -> SavedRows:
         """Writes files; see `Save`. It must have been declared."""
         self.check_restored()
-        self._settle()
+        self.runtime.finish()
         return self._tables.save(Save(self.bucket, self.step, folder, name, since))
 
     def load(
         self, folders: Sequence[str], name: str, identity: str, *, alone: bool = False, seed: str = ""
     ) -> SavedRows:
         """Replaces all rows; see `Load`. It must have been declared."""
-        self._settle()
+        self.runtime.finish()
         found = self._tables.load(Load(self.bucket, self.step, folders, name, identity, alone, seed))
         self.awaits, self.changes = "", self.changes + 1
         self.prefetcher.clear()
@@ -301,16 +301,11 @@ class HostTable:
 
     def assign(self, ids: Ids, rows: Floats) -> None:
         """Replaces rows [n, dim] of `ids`, each once. It must have been declared."""
-        self._settle()
+        self.runtime.finish()
         self.changes += 1
         self.prefetcher.clear()
         identity = f"{self.changes}/{zlib.crc32(rows.data, zlib.crc32(ids.data))}"
         self._tables.assign(Assign(self.bucket, self.step, ids, rows, identity))
-
-    def _settle(self) -> None:
-        """Waits until what graphs have sent has been answered: it comes first."""
-        if not self.runtime.settle(2 * self.runtime.wait_s):
-            raise WaitTimeoutError(f"updates under way did not end within {2 * self.runtime.wait_s:.0f} s")
 
     def _came(self, step: int, replica: int, ids: Ids, gradients: Floats, scalars: bytes, *, now: bool) -> None:
         """One replica's gradients of a step; the last of them sends all."""
@@ -324,7 +319,7 @@ class HostTable:
         apply = functools.partial(self._tables.apply, RowUpdate(self.bucket, step, ids, gradients, scalars))
         if now:
             with indivisible(self.runtime.exchange, self.name):
-                self._settle()
+                self.runtime.finish()
                 self.runtime.reply_now(self.bucket, apply)
         else:
             self.runtime.request(self.bucket_spec, apply, self.pushes.done)

@@ -33,7 +33,7 @@ from tfps.keras_hooks.checkpoint import (
     restores_alone,
     saved_beside,
 )
-from tfps.tables.files import saved_update
+from tfps.tables.files import new_file, saved_update
 from tfps.types import Argument, Json, Model, Optimizer
 
 _RUN = uuid.uuid4().hex[:16]  # of this process, where no job has one
@@ -173,7 +173,8 @@ def save_tables(path: StrPath, strategy: BaseStrategy | None, *, incremental: bo
         since = max((save["steps"][name] for save in before if name in save["steps"]), default=None)
         steps[name] = table.table.save(str(own.absolute()), name, since).step
     saves = [*before, {"folder": own.name, "id": uuid.uuid4().hex, "steps": steps}]
-    _write(folder / _INDEX, {"format": 1, "saves": saves})
+    with new_file(folder / _INDEX) as file:
+        file.write(json.dumps({"format": 1, "saves": saves}).encode())
     kept = {save["folder"] for save in saves}
     for other in folder.iterdir():
         if other.is_dir() and other.name.isdigit() and other.name not in kept:
@@ -208,15 +209,6 @@ def _index(folder: Path) -> Json:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is damaged: {error}; take another save") from error
     return found
-
-
-def _write(path: Path, content: Json) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _names(tables: Sequence[TableVariable]) -> dict[int, str]:

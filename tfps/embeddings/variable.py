@@ -22,11 +22,11 @@ import tensorflow as tf
 from tfps.config import Config
 from tfps.embeddings.host import HostTable
 from tfps.errors import UnsupportedError
-from tfps.exchange.update_spec import UpdateSpec
+from tfps.exchange.update_spec import SLOTS, UpdateSpec
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gradients
 from tfps.graph.tf_private import identities, in_xla, ops
-from tfps.policies.remote_optimizers import READINGS, Reading, step_scalars
+from tfps.policies.remote_optimizers import READINGS, constants_of, reading_of, step_scalars
 from tfps.runtime.runtime import Runtime
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
@@ -39,6 +39,12 @@ from tfps.worker.embedded import EmbeddedExchange
 _OWN = "give the layer an optimizer of its own, such as optimizer=keras.optimizers.Adagrad(0.05)"
 _RULES = {kind: reading for kind, reading in READINGS.items() if kind is not keras.optimizers.Nadam}
 _LIMITS = ("clipnorm", "global_clipnorm", "clipvalue")
+# By rule: slots that it has beside its own, with the options of the optimizer that ask for them.
+_MORE_SLOTS = {
+    "sgd": {"momentum": "momentum"},
+    "adam": {"velocity_hat": "amsgrad"},
+    "rmsprop": {"momentum": "momentum", "average_gradient": "centered"},
+}
 
 
 @functools.cache
@@ -210,46 +216,25 @@ def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:
     Raises:
         UnsupportedError: it has no rule by row.
     """
-    kind = type(optimizer)
-    if kind not in _RULES or "update_step" in vars(optimizer):
-        known = ", ".join(each.__name__ for each in _RULES)
-        raise UnsupportedError(
-            f"rows of tables are updated by the rules of Keras' {known}, not of {kind.__module__}.{kind.__name__}, nor "
-            f"of classes derived from these; {_OWN}"
-        )
-    if kind is keras.optimizers.Ftrl and optimizer.learning_rate_power != -0.5:
-        raise UnsupportedError(
-            f"rows of tables know Ftrl with learning_rate_power=-0.5, its default, got {optimizer.learning_rate_power}"
-        )
+    reading = reading_of(optimizer, _RULES, "rows of tables know", _OWN)
     for name in (*_LIMITS, "use_ema", "gradient_accumulation_steps"):
         if getattr(optimizer, name):
             raise UnsupportedError(
                 f"an optimizer of tables must have no {name}, which needs all rows or several steps, got "
-                f"{name}={getattr(optimizer, name)!r} of {kind.__name__}; {_OWN}"
+                f"{name}={getattr(optimizer, name)!r} of {type(optimizer).__name__}; {_OWN}"
             )
-    reading: Reading = _RULES[kind]
-    constants = {name: float(getattr(optimizer, own)) for name, own in reading.constants.items()}
-    if decays := bool(optimizer.weight_decay):
-        constants["weight_decay"] = float(optimizer.weight_decay)
-    slots = _slots(reading.rule, optimizer)
-    return UpdateSpec(reading.rule, tuple(constants.items()), tuple(slots.items()), (dim,), (decays,))
+    decays, slots = bool(optimizer.weight_decay), _slots(reading.rule, optimizer)
+    constants = constants_of(optimizer, reading, decays=decays)
+    return UpdateSpec(reading.rule, constants, tuple(slots.items()), (dim,), (decays,))
 
 
 def _slots(rule: str, optimizer: Optimizer) -> dict[str, float]:
     """The slots of a row and their initial values."""
-    if rule == "sgd":
-        return {"momentum": 0.0} if optimizer.momentum else {}
-    if rule == "adam":
-        return {"momentum": 0.0, "velocity": 0.0, **({"velocity_hat": 0.0} if optimizer.amsgrad else {})}
-    if rule == "rmsprop":
-        more = {"momentum": optimizer.momentum > 0, "average_gradient": optimizer.centered}
-        return {"velocity": 0.0, **{name: 0.0 for name, has in more.items() if has}}
-    if rule == "adagrad":
-        return {"accumulator": float(optimizer.initial_accumulator_value)}
-    if rule == "ftrl":
-        return {"accumulator": float(optimizer.initial_accumulator_value), "linear": 0.0}
-    names = {"adamax": ("momentum", "norm"), "adadelta": ("accumulated_grad", "accumulated_delta_var")}
-    return dict.fromkeys(names.get(rule, ("momentum",)), 0.0)
+    more = [name for name, option in _MORE_SLOTS.get(rule, {}).items() if getattr(optimizer, option)]
+    slots = dict.fromkeys((*SLOTS.get(rule, ()), *more), 0.0)
+    if "accumulator" in slots:
+        slots["accumulator"] = float(optimizer.initial_accumulator_value)
+    return slots
 
 
 # The sign of ids is flipped in gradients: then index 0 is an id that nobody has, but for those of a tf.cond that has

@@ -333,67 +333,51 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
     failed: list[Process] = []
-    waiting: list[int] = []  # ranks of workers that are to start again
+    waiting: list[Process] = []  # that are to start again
     lost: list[Process] = []  # that have failed and did not end the job
-    restarts = [plan.restart] * len(workers)  # that are left
-    pserver_restarts = [plan.restart] * len(pservers)
-    waiting_pservers: list[int] = []
+    restarts = {process.command.name: plan.restart for process in (*workers, *pservers)}  # that are left
 
-    def note_lost(process: Process, then: str) -> None:
+    def lose(process: Process, again: bool, otherwise: str) -> None:
+        """Starts a process again, if it may be; else the others go on without it."""
+        name, then = process.command.name, otherwise
+        if again and restarts[name]:
+            restarts[name] -= 1
+            waiting.append(process)
+            then = f"it starts again (restarts left: {restarts[name]})"
         supervisor.say(f"{process.command.title} {process.describe_end()}{explain(process)}; {then}")
         lost.append(process)
 
-    def lose(process: Process) -> None:
-        """Starts a worker again, if it may be and the others have not ended; else the others go on without it."""
-        rank, going = workers.index(process), sum(not each.ended for each in workers)
-        again = restarts[rank] > 0 and not any(worker.code == 0 for worker in workers)
-        then = (
-            f"it starts again (restarts left: {restarts[rank] - 1})"
-            if again
-            else f"{going} worker{' goes' if going == 1 else 's go'} on"
-        )
-        if again:
-            restarts[rank] -= 1
-            waiting.append(rank)
-        note_lost(process, then)
-
-    def lose_pserver(process: Process) -> bool:
-        """Starts a pserver again, if it may be; else workers go on with the others. False: there is none."""
-        index, others = pservers.index(process), sum(not each.ended for each in pservers)
-        if plan.min_workers is None or not (others or pserver_restarts[index]):
-            return False
-        then = f"workers go on with {others} other{'s' * (others > 1)}"
-        if pserver_restarts[index]:
-            pserver_restarts[index] -= 1
-            then = f"it starts again (restarts left: {pserver_restarts[index]})"
-            waiting_pservers.append(index)
-        note_lost(process, then)
-        return True
-
     def is_over() -> bool:
         failed[:] = [process for process in workers if process.ended and process.code != 0]
-        for_good = sum(restarts[workers.index(process)] == 0 for process in failed)
+        for_good = sum(restarts[process.command.name] == 0 for process in failed)
         if plan.min_workers is not None and len(workers) - for_good >= plan.min_workers:
+            going = sum(not each.ended for each in workers)
             for process in (each for each in failed if each not in lost):
-                lose(process)
+                may_join = not any(worker.code == 0 for worker in workers)
+                lose(process, may_join, f"{going} worker{' goes' if going == 1 else 's go'} on")
             failed.clear()
-        ended = [pserver for pserver in pservers if pserver.ended and pserver not in lost]
-        failed.extend(pserver for pserver in ended if not lose_pserver(pserver))
+        others = sum(not each.ended for each in pservers)
+        for pserver in (each for each in pservers if each.ended and each not in lost):
+            if plan.min_workers is None or not (others or restarts[pserver.command.name]):
+                failed.append(pserver)
+            else:
+                lose(pserver, True, f"workers go on with {others} other{'s' * (others > 1)}")
         return bool(failed) or all(worker.ended for worker in workers)
 
     supervisor.wait(lambda: is_over() or all(worker.answered for worker in workers), START_S)
     if late := [worker for worker in workers if not (worker.answered or worker.ended or failed)]:
         return not_ready(late)
     while True:
-        supervisor.wait(lambda: is_over() or bool(waiting or waiting_pservers))
-        if not (waiting or waiting_pservers):
+        supervisor.wait(lambda: is_over() or bool(waiting))
+        if not waiting:
             break
-        for index in waiting_pservers:
-            others = [addresses[other] for other, pserver in enumerate(pservers) if not pserver.ended]
-            pservers[index] = start_pserver(index, place.pservers[index], next(iter(others), ""))
-        waiting_pservers.clear()
-        for rank in waiting:
-            workers[rank] = start_worker(rank, place.workers[rank])
+        for index, pserver in enumerate(pservers):
+            if pserver in waiting:
+                others = [addresses[other] for other, each in enumerate(pservers) if not each.ended]
+                pservers[index] = start_pserver(index, place.pservers[index], next(iter(others), ""))
+        for rank, worker in enumerate(workers):
+            if worker in waiting:
+                workers[rank] = start_worker(rank, place.workers[rank])
         waiting.clear()
     if not failed:
         well = sum(worker.code == 0 for worker in workers)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfps.collectives import AllReduce
 from tfps.config import Config
-from tfps.errors import UnsupportedError, WaitTimeoutError
+from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import HOST
 from tfps.keras_hooks.keras_private import batch_counter, distributed_dataset, without_limit
@@ -136,9 +136,7 @@ class Asynchronous(Independent):
                 "different batches: combine, reduce, gather, and read metrics and moving statistics in on_epoch_end, "
                 "or take mode='sync'"
             )
-        timeout_s = 2 * self._runtime.wait_s  # the exchange fails earlier and says why
-        if not self._runtime.settle(timeout_s):
-            raise WaitTimeoutError(f"updates under way did not end within {timeout_s:.0f} s")
+        self._runtime.finish()
         self._runtime.exchange.peers.quiesce()
 
     def barrier(self, number: int = 0) -> float:

@@ -311,13 +311,15 @@ class OuterOptimizer(RemoteRule):
         if self.job_number is None:
             return False
         if self._latecomer is not None:
-            made = [self._push_if_awaited(self._latecomer, fragment) for fragment in range(len(self._fragments))]
-            return any(made)
+            pushed = False
+            for fragment in range(len(self._fragments)):
+                if not self._latecomer.busy and self._is_awaited(fragment):
+                    self._push_early(fragment)
+                    pushed = True
+            return pushed
         steps = self.steps
         wait, fragment = min((-(steps + 1 + offset) % self._every, n) for n, offset in enumerate(self._offsets))
-        if any(gate.closed for gate in self._gates(fragment)):
-            return False  # its last exchange is under way: others may still wait for that one
-        if not self._runtime.exchange.peers.is_awaited(self._buckets[fragment][0][0]):
+        if not self._is_awaited(fragment):
             return False
         self.advance(steps + 1 + wait)
         return True
@@ -395,13 +397,10 @@ class OuterOptimizer(RemoteRule):
         """In the block this worker takes part in all exchanges that others begin."""
         return contextlib.nullcontext() if self._latecomer is None else self._latecomer.meeting()
 
-    def _push_if_awaited(self, latecomer: Latecomer, fragment: int) -> bool:
-        if latecomer.busy or any(gate.closed for gate in self._gates(fragment)):
-            return False  # its last exchange is under way: others may still wait for that one
-        if not self._runtime.exchange.peers.is_awaited(self._buckets[fragment][0][0]):
-            return False
-        self._push_early(fragment)
-        return True
+    def _is_awaited(self, fragment: int) -> bool:
+        """Whether others wait for its next exchange; while its last one is under way they may still wait for that."""
+        under_way = any(gate.closed for gate in self._gates(fragment))
+        return not under_way and self._runtime.exchange.peers.is_awaited(self._buckets[fragment][0][0])
 
     def _push_early(self, fragment: int) -> None:
         """Pushes what there is of a fragment that is not due yet."""

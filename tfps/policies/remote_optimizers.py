@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import keras
@@ -167,6 +167,35 @@ READINGS: dict[type[Optimizer], Reading] = {
 }
 
 
+def reading_of(
+    optimizer: Optimizer, readings: Mapping[type[Optimizer], Reading], who_knows: str, instead: str
+) -> Reading:
+    """How pservers update for `optimizer`, by one of `readings`.
+
+    Raises:
+        UnsupportedError: it has no such rule; says what to do `instead`.
+    """
+    kind = type(optimizer)
+    if kind not in readings or "update_step" in vars(optimizer):
+        known = ", ".join(each.__name__ for each in readings)
+        raise UnsupportedError(
+            f"{who_knows} the rules of Keras' {known}, not of {kind.__module__}.{kind.__name__}, nor of classes "
+            f"derived from these; {instead}"
+        )
+    if kind is keras.optimizers.Ftrl and optimizer.learning_rate_power != -0.5:
+        raise UnsupportedError(
+            f"{who_knows} Ftrl with learning_rate_power=-0.5, its default, got {optimizer.learning_rate_power}; "
+            f"{instead}"
+        )
+    return readings[kind]
+
+
+def constants_of(optimizer: Optimizer, reading: Reading, *, decays: bool) -> tuple[tuple[str, float], ...]:
+    """The constants of its rule, as in `UpdateSpec`; `decays`: with its weight decay."""
+    names = {**reading.constants, **(_same("weight_decay") if decays else {})}
+    return tuple((name, float(getattr(optimizer, own))) for name, own in names.items())
+
+
 def step_scalars(optimizer: Optimizer, reading: Reading, learning_rate: Value) -> tf.Tensor:
     """The scalars of a step, in the order of `UpdateSpec.numbers`, float64 [count]; computed where this is called."""
     lr = ops.cast(learning_rate, "float32")
@@ -225,10 +254,7 @@ class RemoteOptimizer(RemoteRule):
 
     def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
         optimizer = self.optimizer
-        constants = {name: float(getattr(optimizer, own)) for name, own in self._reading.constants.items()}
         decayed = [optimizer.weight_decay is not None and decays(optimizer, variable) for variable in variables]
-        if any(decayed):
-            constants["weight_decay"] = float(optimizer.weight_decay)
         slots = self._slots.get(variables[0]._unique_id, {})
         if not slots.keys() >= set(SLOTS.get(self._reading.rule, ())):  # Adagrad and Ftrl of Keras 3.8
             raise UnsupportedError(
@@ -237,7 +263,7 @@ class RemoteOptimizer(RemoteRule):
             )
         return UpdateSpec(
             self._reading.rule,
-            tuple(constants.items()),
+            constants_of(optimizer, self._reading, decays=any(decayed)),
             tuple((name, slot.initial) for name, slot in slots.items()),
             tuple(int(variable.shape.num_elements()) for variable in variables),
             tuple(decayed),
@@ -285,18 +311,7 @@ def update_on_pservers(optimizer: Optimizer, variables: Sequence[Variable], stra
     """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, which `optimizer` is built for."""
     if optimizer in _remote or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return  # loss scaling stays here; what it wraps is built by itself
-    known = ", ".join(kind.__name__ for kind in READINGS)
-    kind = type(optimizer)
-    if kind not in READINGS or "update_step" in vars(optimizer):
-        raise UnsupportedError(
-            f"update='server' knows the rules of Keras' {known}, not of {kind.__module__}.{kind.__name__}, nor of "
-            f"classes derived from these; take one of them, or {_INSTEAD}"
-        )
-    if kind is keras.optimizers.Ftrl and optimizer.learning_rate_power != -0.5:
-        raise UnsupportedError(
-            "update='server' knows Ftrl with learning_rate_power=-0.5, its default, got "
-            f"{optimizer.learning_rate_power}; {_INSTEAD}"
-        )
+    reading_of(optimizer, READINGS, "update='server' knows", f"take one of them, or {_INSTEAD}")
     if optimizer.use_ema and optimizer.gradient_accumulation_steps:
         raise UnsupportedError(
             "update='server' does not go with both use_ema and gradient_accumulation_steps: Keras averages in steps "

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tfps.config import is_whole
 from tfps.errors import ConfigError
 from tfps.launch.job import HASHES_ALIKE, Job, lasting_secret_file
 from tfps.types import Options
@@ -29,12 +30,12 @@ class Recovery:
 
     def __post_init__(self) -> None:
         least, failures = self.min_workers, self.max_failures
-        if least is not None and (not _is_whole(least) or not 1 <= least <= self.workers):
+        if least is not None and (not is_whole(least) or not 1 <= least <= self.workers):
             raise ConfigError(
                 f"min_workers must be a whole number from 1 to workers={self.workers}, or None (all are needed), got "
                 f"{least!r}"
             )
-        if not _is_whole(failures) or failures < 0 or (failures and least is None):
+        if not is_whole(failures) or failures < 0 or (failures and least is None):
             raise ConfigError(
                 f"max_failures must be a whole number from 0 and needs min_workers, got {failures!r} with "
                 f"min_workers={least!r}"
@@ -78,12 +79,8 @@ def check_pservers(
 
 
 def check_count(name: str, count: int, otherwise: str = "") -> None:
-    if not _is_whole(count) or count < 1:
+    if not is_whole(count) or count < 1:
         raise ConfigError(f"{name} must be a whole number from 1{otherwise}, got {count!r}")
-
-
-def _is_whole(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def check_resources(name: str, resources: Mapping[str, float] | None) -> None:

@@ -322,6 +322,12 @@ class Runtime:
                 pass
             return found
 
+    def finish(self) -> None:
+        """Waits until all that was sent is applied, or the exchange fails; else WaitTimeoutError. See `settle`."""
+        timeout_s = 2 * self.wait_s  # the exchange fails earlier and says why
+        if not self.settle(timeout_s):
+            raise WaitTimeoutError(f"updates under way did not end within {timeout_s:.0f} s")
+
     def _tell_pump(self, what: int, mark: int = 0) -> None:
         with tf_private.eagerly(), tf.device(HOST):
             self._messages.enqueue([np.int64(what), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES, self.queue])

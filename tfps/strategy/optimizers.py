@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -92,11 +92,9 @@ def _build_with_scaling(original: Function, optimizer: Optimizer, variables: Seq
 
 def _check_scope(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     """Raises an error for variables without strategy beside some of tfps, or in an optimizer of tfps."""
-    updated = list(map(of_tensorflow, variables))
-    in_scope = [isinstance(each, tf.distribute.DistributedValues) for each in updated]
-    if all(in_scope) or not (
-        isinstance(strategy_of_optimizer(optimizer), BaseStrategy) or any(map(_is_gated, updated))
-    ):
+    in_scope = [isinstance(of_tensorflow(each), tf.distribute.DistributedValues) for each in variables]
+    of_tfps = isinstance(strategy_of_optimizer(optimizer), BaseStrategy) or bool(list(_gated(variables)))
+    if all(in_scope) or not of_tfps:
         return
     variable = variables[in_scope.index(False)]
     raise UnsupportedError(
@@ -107,13 +105,13 @@ def _check_scope(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     )
 
 
-def _is_gated(variable: Variable) -> bool:
-    return isinstance(variable, GatedVariable)
+def _gated(variables: Iterable[Variable]) -> Iterator[GatedVariable]:
+    """Those of TensorFlow that strategies of tfps have made."""
+    return (each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable))
 
 
 def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    updated = list(map(of_tensorflow, variables))
-    gated = [each for each in updated if isinstance(each, GatedVariable)]
+    gated = list(_gated(variables))
     strategies = {each.distribute_strategy for each in gated}
     if len(strategies) == 1:
         (strategy,) = strategies
@@ -123,7 +121,7 @@ def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
             for variable in (optimizer.dynamic_scale, optimizer.step_counter):  # no statistics of rows
                 variable.value.never_combined = True
     for each in strategies:  # which may refuse
-        each.extended.policy.prepare(optimizer, variables, alone=len(strategies) == 1 and len(gated) == len(updated))
+        each.extended.policy.prepare(optimizer, variables, alone=len(strategies) == 1 and len(gated) == len(variables))
     if len(strategies) == 1:  # what a checkpoint has of it may be restored now
         carry_extra_states(optimizer, strategy, gated)
 
@@ -142,8 +140,7 @@ def _apply(
     if not isinstance(optimizer, _AROUND_OTHERS):
         original = functools.partial(_apply_apart, original)
     trained = trained_variables(optimizer) if variables is None else variables
-    gated = (each for each in map(of_tensorflow, trained) if isinstance(each, GatedVariable))
-    first = next(gated, None)
+    first = next(_gated(trained), None)
     strategy = strategy_of_optimizer(optimizer) if first is None else first.distribute_strategy
     if optimizer.built and isinstance(strategy, BaseStrategy):
         adopt(optimizer, strategy)  # Nadam's `build` makes one variable more where it is called
@@ -286,8 +283,7 @@ def _changed(gradients: Sequence[Value], change: Callable[[tf.Tensor], tf.Tensor
 
 def _scope_of(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[object]:
     """Returns the scope to create slots in: that of `variables` for a program outside of any, as in an eager loop."""
-    gated = [each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable)]
-    strategies = {each.distribute_strategy for each in gated}
+    strategies = {each.distribute_strategy for each in _gated(variables)}
     return scope_outside(strategies.pop()) if len(strategies) == 1 else contextlib.nullcontext()
 
 

@@ -50,12 +50,9 @@ class TableSpec:
         _check_whole("dim", self.dim, 1, MOST_DIM)
         _check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         _check_whole("admit_after", self.admit_after, 1, MOST_ADMIT)
-        if self.rows is not None:
-            _check_whole("rows", self.rows, 1, MOST_ROWS)
-        if self.expire_after is not None:
-            _check_whole("expire_after", self.expire_after, 1, MOST_STEP)
-        if self.max_rows is not None:
-            _check_whole("max_rows", self.max_rows, 1, MOST_ROWS)
+        for name, most in (("rows", MOST_ROWS), ("expire_after", MOST_STEP), ("max_rows", MOST_ROWS)):
+            if (value := getattr(self, name)) is not None:
+                _check_whole(name, value, 1, most)
         if self.rows is not None:
             given = (("admit_after", self.admit_after, 1), ("expire_after", self.expire_after, None))
             for name, value, default in (*given, ("max_rows", self.max_rows, None)):
@@ -86,14 +83,9 @@ class TableSpec:
             found = json.loads(text)
             initial, update = found["initial"], UpdateSpec.parse(json.dumps(found["update"]))
             return cls(
-                _whole(found["dim"]),
-                _whole_or_none(found["rows"]),
-                _whole(found["seed"]),
-                Initial(str(initial["kind"]), float(initial["a"]), float(initial["b"])),
-                update,
-                _whole(found["admit_after"]),
-                _whole_or_none(found["expire_after"]),
-                _whole_or_none(found["max_rows"]),
+                initial=Initial(str(initial["kind"]), float(initial["a"]), float(initial["b"])),
+                update=update,
+                **{name: found[name] for name in ("dim", "rows", "seed", "admit_after", "expire_after", "max_rows")},
             )
         except ConfigError:
             raise
@@ -122,13 +114,3 @@ class TableSpec:
 def _check_whole(name: str, value: int, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value <= most:
         raise ConfigError(f"{name} of a table must be a whole number from {least} to {most}, got {value!r}")
-
-
-def _whole(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"must be a whole number, got {value!r}")
-    return value
-
-
-def _whole_or_none(value: int | None) -> int | None:
-    return None if value is None else _whole(value)

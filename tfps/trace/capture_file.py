@@ -221,19 +221,12 @@ def _events(capture: Capture) -> Iterator[dict[str, Json]]:
             "args": arguments,
         }
     for number, chain in enumerate(_chains(capture), 1):
-        time_ns = origin
+        time_ns, phases = origin, {chain[0]: {"ph": "s"}, chain[-1]: {"ph": "f", "bp": "e"}}
         for position in chain:
             # An aggregate begins with another rank's push: arrows must not lead back in time.
             time_ns = min(max(time_ns, spans[position].begin_ns), spans[position].end_ns)
-            phase = (
-                {"ph": "s"}
-                if position == chain[0]
-                else {"ph": "f", "bp": "e"}
-                if position == chain[-1]
-                else {"ph": "t"}
-            )
             flow = {"cat": "flow", "name": "slice", "id": number, "ts": (time_ns - origin) / 1e3}
-            yield {**phase, **flow, **threads[position]}
+            yield {**phases.get(position, {"ph": "t"}), **flow, **threads[position]}
 
 
 def _chains(capture: Capture) -> Iterator[list[int]]:

@@ -137,10 +137,7 @@ class Compressing:
 
     def _settle(self) -> None:
         runtime = self._runtime
-        if not runtime.settle(runtime.wait_s):
-            raise WaitTimeoutError(
-                f"updates under way must end within {runtime.wait_s:.0f} s before a state is collected"
-            )
+        runtime.finish()
         if (failure := runtime.exchange.failure) is not None:
             raise failure
 

@@ -357,11 +357,8 @@ class GatedVariable(Converted, values.MirroredVariable):
     def assign_sub(self, value: Value, *arguments: object, **options: object) -> Value:
         return super().assign_sub(self._counted(value, None), *arguments, **options)
 
+    @replaced(_tracing, "assigning", True)
     def _counted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
-        with replaced(_tracing, "assigning", True):
-            return self._weighted(value, before)
-
-    def _weighted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
         """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
         The mean over replicas then equals that of a batch that divides evenly. Sums are not weighted, nor is what does
