@@ -191,6 +191,7 @@ if __name__ == "__main__":
     import keras  # noqa: F401
     import sklearn.datasets  # noqa: F401
     import tensorflow  # noqa: F401
+    import training  # noqa: F401
 
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
     import tfps.strategy.strategy  # noqa: F401

@@ -161,7 +161,7 @@ def test_scaled_gradients_are_divided(name: str, eager: bool) -> None:
         assert model.optimizer.dynamic_scale.numpy() == 2048.0
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.long)], ids=["graph", "eager"])
 def test_a_step_that_overflows_is_left_out(eager: bool) -> None:
     own = O.SGD(0.5)
     tables = [embedding(ROWS), embedding(None, optimizer=own)]

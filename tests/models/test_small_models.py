@@ -1,7 +1,6 @@
 """Models of Keras' applications, of keras_hub and of keras_rs, with two and three workers, beside plain Keras.
 
 Those with batch normalization, and the one whose negatives are other rows, end equal on all ranks, near plain Keras.
-ConvNeXt runs each time, with the programs of tests/programs/test_taught.py.
 """
 
 from __future__ import annotations

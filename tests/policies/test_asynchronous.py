@@ -60,7 +60,9 @@ def plain() -> list[Array]:
     return [np.asarray(each) for each in fitted(None).get_weights()]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "codec", [pytest.param(name, marks=[pytest.mark.long] * (name in ("int8", "onebit"))) for name in CODECS]
+)
 def test_one_worker_with_a_codec_has_the_parameters_of_its_pservers_and_ends_near_plain_keras(
     codec: str, plain: list[Array]
 ) -> None:

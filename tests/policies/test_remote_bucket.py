@@ -94,8 +94,9 @@ CLOSE: dict[str, Build] = {
 
 # Those that a quick one has within it, here or in test_remote_options.py.
 LONG = {
-    *("SGD", "SGD momentum", "Adam", "AdamW", "Nadam", "Lion", "Ftrl", "schedule", "global_clipnorm", "weight decay"),
+    *("SGD", "SGD momentum", "Nadam", "Lion", "Ftrl", "schedule", "global_clipnorm", "weight decay"),
     *("average", "average that overwrites", "loss scale", "RMSprop", "accumulation", "clipnorm", "Adagrad", "Adamax"),
+    *("Adam", "AdamW"),
 }
 
 
@@ -123,12 +124,17 @@ def test_weights_of_the_others_are_within_a_millionth_after_50_steps(here: tfps.
         assert np.abs(one - other).max() <= 1e-6 * np.abs(other).max(), name
 
 
-@pytest.mark.parametrize("build", [training.batch_normalization, training.lstm])
-def test_models_with_statistics_and_loops_end_bitwise_equal(served: tfps.Strategy, build: training.Build) -> None:
+@pytest.mark.parametrize(
+    "build",
+    [training.batch_normalization, pytest.param(training.embedding_dense, marks=pytest.mark.long), training.lstm],
+)
+def test_models_with_statistics_loops_and_dense_embeddings_end_bitwise_equal(
+    served: tfps.Strategy, build: training.Build
+) -> None:
     assert training.train(served, BITWISE["Adam"], build) == training.train(None, BITWISE["Adam"], build)
 
 
-@pytest.mark.parametrize("name", ["SGD Nesterov", pytest.param("Lion", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [pytest.param("SGD", marks=pytest.mark.long), "SGD Nesterov", "Lion"])
 def test_sparse_gradients_travel_densely(here: tfps.Strategy, name: str) -> None:
     ends = training.train(here, BITWISE[name], training.embedding_sparse)
     expected = training.train(None, BITWISE[name], training.embedding_sparse)
@@ -149,7 +155,9 @@ def test_sparse_gradients_of_a_lookup_that_takes_each_id_once_are_not_refused(he
         assert np.abs(one - other).max() <= 2e-6 * np.abs(other).max()
 
 
-@pytest.mark.parametrize("name", [pytest.param("Adam", marks=pytest.mark.long), "several", "average that overwrites"])
+@pytest.mark.parametrize(
+    "name", ["several", *(pytest.param(name, marks=pytest.mark.long) for name in ("Adam", "average that overwrites"))]
+)
 def test_eager_steps_and_several_per_execution_end_bitwise_equal(served: tfps.Strategy, name: str) -> None:
     for options in ({"run_eagerly": True, "epochs": 1}, {"steps_per_execution": 3}):
         settings: Options = {"jit_compile": False, **options}
