@@ -358,19 +358,22 @@ def _below(limit: float) -> Callable[[Argument], bool]:
     return lambda value: _is_number(value) and 0 <= value < limit
 
 
-def _one_of(choices: object) -> tuple[Callable[[Argument], bool], str]:
-    known = get_args(choices)
-    return known.__contains__, f"one of {', '.join(map(repr, known))}"
+def _known(choices: object) -> str:
+    return ", ".join(map(repr, get_args(choices)))
+
+
+def _one_of(choices: object) -> Callable[[Argument], bool]:
+    return get_args(choices).__contains__
 
 
 # Field, whether a value fits, what it must be. What fields must be together is in `Config.__post_init__`.
 _FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
-    ("policy", *_one_of(Policy)),
-    ("placement", *_one_of(Placement)),
-    ("transport", *_one_of(Transport)),
-    ("update", *_one_of(Update)),
-    ("mode", *_one_of(Mode)),
-    ("on_nonfinite", *_one_of(OnNonfinite)),
+    ("policy", _one_of(Policy), f"one of {_known(Policy)}"),
+    ("placement", _one_of(Placement), f"one of {_known(Placement)}"),
+    ("transport", _one_of(Transport), f"one of {_known(Transport)}"),
+    ("update", _one_of(Update), f"one of {_known(Update)}"),
+    ("mode", _one_of(Mode), f"one of {_known(Mode)}"),
+    ("on_nonfinite", _one_of(OnNonfinite), f"one of {_known(OnNonfinite)}"),
     ("deterministic", _of(bool), "True or False"),
     ("shared_memory", _of(bool), "True or False"),
     ("staleness", _whole(0, optional=True), "a number of steps from 0, or None (no limit)"),
@@ -390,7 +393,10 @@ _FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
     ("rejoin_timeout_s", _is_positive, "a positive number of seconds"),
     ("connect_timeout_s", _is_positive, "a positive number of seconds"),
     ("step_timeout_s", _is_positive, "a positive number of seconds"),
-    *((name, _of(str), "the path of a file, a string") for name in _FILES),
+    ("token_file", _of(str), "the path of a file, a string"),
+    ("tls_ca", _of(str), "the path of a file, a string"),
+    ("tls_cert", _of(str), "the path of a file, a string"),
+    ("tls_key", _of(str), "the path of a file, a string"),
 )
 
 

@@ -16,9 +16,9 @@ import time
 from tfps.collectives import Broadcast
 from tfps.errors import JoinError
 from tfps.graph.patches import BaseStrategy
+from tfps.graph.tf_private import values
 from tfps.keras_hooks.training_state import in_json
 from tfps.types import Json, Model
-from tfps.updates.variables import GatedVariable
 
 _LINE = "stage "
 _ASK_S = 0.5
@@ -57,7 +57,7 @@ def result_of(strategy: BaseStrategy, stage: str) -> Json:
 def forget_values(strategy: BaseStrategy, training: int) -> None:
     """The variables that this worker has created may have been trained by the others since."""
     for reference in strategy.extended.initial_values.agreed:
-        if isinstance(variable := reference(), GatedVariable):
+        if isinstance(variable := reference(), values.MirroredVariable):
             variable.unknown = (
                 f"this worker cannot join the job under way: it reads variable {variable.name!r}, whose value it will "
                 f"get when it takes part, but fit number {training} of the program is over; a worker can come to a "
@@ -68,7 +68,7 @@ def forget_values(strategy: BaseStrategy, training: int) -> None:
 def know_values(strategy: BaseStrategy) -> None:
     """The variables have their values."""
     for reference in strategy.extended.initial_values.agreed:
-        if isinstance(variable := reference(), GatedVariable):
+        if isinstance(variable := reference(), values.MirroredVariable):
             variable.unknown = ""
 
 

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfps.errors import JoinError
 from tfps.graph.patches import BaseStrategy
+from tfps.graph.tf_private import values
 from tfps.keras_hooks import python_data, random_numbers
 from tfps.keras_hooks.captured import Captured
 from tfps.keras_hooks.keras_private import (
@@ -36,9 +37,8 @@ from tfps.keras_hooks.keras_private import (
     set_global_seeds,
     set_known_batches,
 )
+from tfps.keras_hooks.variables import ACCUMULATOR, fingerprint
 from tfps.types import Argument, Array, Callback, Json, Model, Optimizer, Variable
-from tfps.updates.states import ACCUMULATOR, fingerprint
-from tfps.updates.variables import GatedVariable
 
 _PLAIN, _SETTINGS = "plain", "settings"
 _SMALL = 1024  # items of a variable that may be a setting of the next steps
@@ -87,9 +87,9 @@ class TrainingState:
         self._apart: list[Variable] = []  # that each rank has for itself
         for number, reference in enumerate(strategy.extended.initial_values.agreed):
             variable = reference()
-            if isinstance(variable, GatedVariable) and ACCUMULATOR in variable.name:
+            if isinstance(variable, values.MirroredVariable) and ACCUMULATOR in variable.name:
                 self._apart.append(variable)
-            elif isinstance(variable, (GatedVariable, Captured)) or id(variable) in own:
+            elif isinstance(variable, (values.MirroredVariable, Captured)) or id(variable) in own:
                 self._found[number] = variable
         self._created = len(strategy.extended.initial_values.agreed)
         self._traced = {number: each.numpy() for number, each in self._found.items() if isinstance(each, Captured)}
@@ -231,7 +231,7 @@ class TrainingState:
         small = [
             each
             for each in self._found.values()
-            if isinstance(each, GatedVariable) and (each.shape.num_elements() or _SMALL + 1) <= _SMALL
+            if isinstance(each, values.MirroredVariable) and (each.shape.num_elements() or _SMALL + 1) <= _SMALL
         ]
         before = [each.numpy() for each in small]
         yield

@@ -6,6 +6,7 @@ tests/policies/test_outer.py.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import keras
@@ -16,12 +17,24 @@ from tfps.errors import UnsupportedError
 from tfps.runtime.remote import RemoteSlot
 from tfps.types import Argument, Array, Function, Value, Variable
 
+ACCUMULATOR = "gradient_accumulator"  # in the name of what belongs to a replica until the next update
 MakeSlot = Callable[[str, "tuple[int, ...]", float], RemoteSlot]  # of name, shape and initial value
 
 
 def of_tensorflow(variable: Variable) -> Variable:
     """The variable of TensorFlow behind `variable`, of Keras or TensorFlow."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def fingerprint(value: Array) -> int:
+    """Returns what is compared of `value`: a scalar as it is (floats by their bits), else a checksum."""
+    if value.ndim == 0 and value.dtype.kind in "iu":
+        return int(value.astype(np.int64))
+    if value.ndim == 0 and value.dtype.kind == "f":
+        return int(np.float64(value).view(np.int64))
+    if value.dtype.kind == "O":  # strings
+        return zlib.crc32(repr(value.tolist()).encode())
+    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
 def check_variable(variable: Variable, setting: str, verb: str, instead: str, why: str = "") -> None:

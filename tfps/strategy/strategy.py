@@ -115,7 +115,7 @@ class Strategy(BaseStrategy):
             process. The chief is rank 0; an evaluator is a separate job
             (docs/contract.md, "Cluster").
         devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
-        config: settings; default: a `tfps.Config` from the `TFPS_...` environment variables.
+        config: settings; `TFPS_...` environment variables fill what it leaves at its default.
 
     Attributes:
         config: the settings in use.
@@ -137,7 +137,8 @@ class Strategy(BaseStrategy):
     ) -> None:
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"config must be a tfps.Config, got {config!r}")
-        self.config, ignored = with_variables(config or Config())
+        settings, ignored = with_variables(config or Config())
+        self.config = settings
         request = TraceRequest.from_environment()
         _show_messages(ignored)
         cluster = find(pservers, self.config)

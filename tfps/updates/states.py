@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,6 +17,7 @@ from tfps.errors import MismatchError
 from tfps.exchange.interface import Reply
 from tfps.input import batch_digests
 from tfps.input.staging import Staging
+from tfps.keras_hooks.variables import ACCUMULATOR, fingerprint
 from tfps.runtime.runtime import Runtime
 from tfps.types import Array, Buffer, Variable
 from tfps.updates.combined import Combiner
@@ -27,7 +27,6 @@ from tfps.updates.names import own_name
 from tfps.updates.variables import GatedVariable
 
 _PATIENCE_S = 5.0  # at the end: others may still do something alone
-ACCUMULATOR = "gradient_accumulator"  # in the name of what belongs to a replica until the next update
 
 
 class States:
@@ -101,17 +100,6 @@ class States:
 def _encoded(own: dict[int, tuple[Variable, int]], digests: Sequence[int] = ()) -> Array:
     pairs = [(number, value) for number, (_, value) in own.items()]
     return np.array([*pairs, *((-1 - index, digest) for index, digest in enumerate(digests))], np.int64).reshape(-1)
-
-
-def fingerprint(value: Array) -> int:
-    """Returns what is compared of `value`: a scalar as it is (floats by their bits), else a checksum."""
-    if value.ndim == 0 and value.dtype.kind in "iu":
-        return int(value.astype(np.int64))
-    if value.ndim == 0 and value.dtype.kind == "f":
-        return int(np.float64(value).view(np.int64))
-    if value.dtype.kind == "O":  # strings
-        return zlib.crc32(repr(value.tolist()).encode())
-    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
 def _difference(variable: Variable, numbers: Sequence[int], ranks: Sequence[int], more: int, when: str) -> str:
