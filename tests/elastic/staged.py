@@ -163,6 +163,14 @@ with strategy.scope():
         encoder.trainable = False
         model = compiled(keras.Sequential([encoder, keras.layers.Dense(1)]))
         model.fit(x, y, epochs=3, **options)
+    elif KIND == "table":  # with an optimizer of its own, and rows that are loaded before
+        ids = np.random.default_rng(1).integers(0, 50, (96, 3))
+        table = tfps.layers.Embedding(None, 4, optimizer=keras.optimizers.Adagrad(0.1))
+        parts = [keras.Input((3,), dtype="int64"), table, keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = compiled(keras.Sequential(parts))
+        table.load_rows(np.arange(50), np.random.default_rng(2).normal(size=(50, 4)))
+        model.fit(ids, y, epochs=3, **options)
+        found.append(table.read_rows(np.arange(50)))
     elif KIND == "two":
         model = Two(dense(6), keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]))
         model.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.05, momentum=0.9))

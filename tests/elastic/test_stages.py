@@ -56,6 +56,7 @@ EQUAL = {
     "a teacher within the step of the second stage": ("distilled", "1 2 1 2"),
     "a frozen encoder and a new head": ("head", "0 2 1 2"),
     "two optimizers": ("two", "1 1 1 2"),
+    "a table with an optimizer of its own, and rows that are loaded before": ("table", "1 1 1 2"),
     "a schedule that multiplies": ("decays", "1 1 1 2"),
     "a callback with a state, and one on rank 0 only": ("counts", "1 1 1 2"),
 }

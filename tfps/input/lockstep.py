@@ -342,7 +342,8 @@ class Lockstep:
                     f"this worker cannot join the job under way, which goes on without it: {error}"
                 ) from None
             self._check(progress, position, left, table[rest])
-            logger.warning("tfps: rank %s cannot join, and the job goes on without it: %s", sorted(newcomers), error)
+            names = ", ".join(map(str, sorted(newcomers)))
+            logger.warning("tfps: rank %s cannot join, and the job goes on without it: %s", names, error)
             return left, table[rest]
         return ranks, table
 
