@@ -330,39 +330,37 @@ class Lockstep:
             JoinError: this worker joins, and differs.
         """
         newcomers, self.newcomers = self.newcomers.intersection(ranks), frozenset()
-        try:
-            self._check(progress, position, ranks, table)
-        except MismatchError as error:
-            rest = [place for place, rank in enumerate(ranks) if rank not in newcomers]
-            if len(rest) in (0, len(ranks)):
-                raise
-            left = [ranks[place] for place in rest]
-            if self._rank in newcomers:
-                raise JoinError(
-                    f"this worker cannot join the job under way, which goes on without it: {error}"
-                ) from None
-            self._check(progress, position, left, table[rest])
-            names = ", ".join(map(str, sorted(newcomers)))
-            logger.warning("tfps: rank %s cannot join, and the job goes on without it: %s", names, error)
-            return left, table[rest]
-        return ranks, table
+        if newcomers.issuperset(ranks):  # all others have been lost
+            newcomers = frozenset()
+        taking = [place for place, rank in enumerate(ranks) if rank not in newcomers]
+        self._check(progress, position, [ranks[place] for place in taking], table[taking])
+        for place in (place for place, rank in enumerate(ranks) if rank in newcomers):
+            try:
+                self._check(progress, position, [ranks[each] for each in (*taking, place)], table[[*taking, place]])
+                taking.append(place)
+            except MismatchError as error:
+                if ranks[place] == self._rank:
+                    text = f"this worker cannot join the job under way, which goes on without it: {error}"
+                    raise JoinError(text) from None
+                logger.warning("tfps: rank %d cannot join, and the job goes on without it: %s", ranks[place], error)
+        taking.sort()
+        return [ranks[place] for place in taking], table[taking]
 
     def _check(self, progress: IteratorProgress, position: int, ranks: Sequence[int], table: Array) -> None:
         """Raises MismatchError if `ranks` do not announce the same batch; see `_decide`."""
         _, places, rows, digests, _, hashes = table.T
-        own = ranks.index(self._rank)
-        others = np.flatnonzero(places != places[own])
+        others = np.flatnonzero(places != places[0])
         if others.size:
             shown = " and ".join(
                 f"rank {ranks[at]} at batch {places[at] & 0xFFFFFFFF} of its iterator number {places[at] >> 32}"
-                for at in sorted((own, int(others[0])))
+                for at in (0, int(others[0]))
             )
             raise MismatchError(
                 f"the workers must take batches in the same order, got {shown}; every worker must run "
                 "the same program (and after Ctrl-C at different steps a new strategy)"
             )
         batch_digests.check(digests, ranks, position, joins=position == progress.joined, hashes=hashes)
-        if progress.whole and (rows != rows[own]).any():
+        if progress.whole and (rows != rows[0]).any():
             each = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks, rows, strict=True))
             raise MismatchError(
                 f"all workers must have the same batches with min_workers, as each computes a part of them: batch "
