@@ -18,7 +18,6 @@ from local_training import Settings, Simulation, difference
 from tfps.types import Value
 
 pytestmark = pytest.mark.timeout(600)
-SMALL = {"TFPS_SLICE_BYTES": "4096"}
 CASES = [
     Settings(),
     Settings("diloco", optimizer="adam", fragments=2),
@@ -53,7 +52,7 @@ def run(
     each = [[str(file), counts, *arguments] for file in files]
     with (
         processes.pservers(2, workers) as addresses,
-        processes.started("local.py", addresses, workers, each, **SMALL, DEVICES=str(devices)) as running,
+        processes.started("local.py", addresses, workers, each, DEVICES=str(devices)) as running,
     ):
         processes.outputs(running)
     ranks = [pickle.loads(file.read_bytes()) for file in files]
