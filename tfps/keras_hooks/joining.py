@@ -112,6 +112,8 @@ def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
         logger.info("tfps: fit number %d of the job is over; this worker goes on to the next", position.training)
         _skip(strategy, callbacks)
         return
+    # Where a pserver is lost meanwhile, all who take part are named, this worker among them.
+    others = [rank for rank in others if rank != strategy.rank]
     with _alone(strategy), extended.aligned(others):
         _hand_over(strategy, callbacks, others)
     position.just_joined = True
