@@ -246,6 +246,8 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
         gc.collect()  # ranks collect garbage at different times
         state = TrainingState(strategy, callbacks)
     theirs = [said for each, said in inventories.items() if each not in newcomers]
+    if not theirs:
+        raise JoinError("a pserver was lost while it joined, and it did not hear of the others; start it again")
     refused = {
         each: why
         for each in sorted(newcomers & inventories.keys())
