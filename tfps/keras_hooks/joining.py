@@ -112,8 +112,6 @@ def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
         logger.info("tfps: fit number %d of the job is over; this worker goes on to the next", position.training)
         _skip(strategy, callbacks)
         return
-    # Where a pserver is lost meanwhile, all who take part are named, this worker among them.
-    others = [rank for rank in others if rank != strategy.rank]
     with _alone(strategy), extended.aligned(others):
         _hand_over(strategy, callbacks, others)
     position.just_joined = True
@@ -232,7 +230,8 @@ class Joins:
 
 def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int], batch: int = 0) -> None:
     """Gives those who join the state of the `others`, before `batch` of the epoch; all ranks call it."""
-    extended, state, rank = strategy.extended, TrainingState(strategy, callbacks), strategy.rank
+    extended, state = strategy.extended, TrainingState(strategy, callbacks)
+    rank = extended.exchange.rank  # not its place among those that take part
     newcomers = set(extended.exchange.view.ranks).difference(others)
     if rank in newcomers:
         stages.know_values(strategy)  # they come now
@@ -246,8 +245,6 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
         gc.collect()  # ranks collect garbage at different times
         state = TrainingState(strategy, callbacks)
     theirs = [said for each, said in inventories.items() if each not in newcomers]
-    if not theirs:
-        raise JoinError("a pserver was lost while it joined, and it did not hear of the others; start it again")
     refused = {
         each: why
         for each in sorted(newcomers & inventories.keys())
@@ -292,7 +289,7 @@ def _captured(state: TrainingState, batch: int) -> Snapshot:
 def _check(strategy: BaseStrategy, joins: Joins) -> None:
     """Compares the state of all ranks, after callbacks and before the first step of those who join."""
     extended = strategy.extended
-    with _alone(strategy) if strategy.rank in joins.newcomers else contextlib.nullcontext():
+    with _alone(strategy) if extended.exchange.rank in joins.newcomers else contextlib.nullcontext():
         said = AllGather(extended.runtime, "state of those who join")(joins.state.digest())
         digests = {rank: np.frombuffer(each, np.int64) for rank, each in said.items()}
         theirs = next(each for rank, each in digests.items() if rank not in joins.newcomers)
@@ -316,7 +313,7 @@ def _refuse(strategy: BaseStrategy, refused: Mapping[int, str]) -> set[int]:
         JoinError: it is.
     """
     for rank, why in refused.items():
-        if rank == strategy.rank:
+        if rank == strategy.extended.exchange.rank:
             raise JoinError(why)
         logger.warning("tfps: rank %d cannot join, and the job goes on without it: %s", rank, why)
     return set(refused)
