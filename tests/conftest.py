@@ -60,6 +60,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
+@pytest.fixture(autouse=True)
+def _same_signal_handlers() -> Iterator[None]:
+    """The tests after this one in its process may send the same signals."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 @pytest.fixture
 def strategy() -> Iterator[tfps.Strategy]:
     """One worker, whose pserver is embedded."""

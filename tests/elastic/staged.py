@@ -2,7 +2,8 @@
 
 staged.py FOLDER KIND     what it ends with goes to FOLDER/<rank>.npz, or plain.npz without pservers
 
-The environment says who leaves and when: LEAVES="rank fit epoch batch"; DIFFERS: what is different on who comes back.
+The environment says who leaves and when, and comes back: LEAVES="rank fit epoch batch"; who leaves for good: GOES, the
+same way; DIFFERS: what is different on who comes back.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tfps.types import Argument, Model
 FOLDER, KIND = Path(sys.argv[1]), sys.argv[2]
 RANK = os.environ.get("TFPS_RANK", "plain")
 LEAVER, FIT, EPOCH, BATCH = map(int, os.environ.get("LEAVES", "9 0 0 0").split())
+GOES = tuple(map(int, os.environ.get("GOES", "9 0 0 0").split()))
 AGAIN = (FOLDER / "left").exists() and str(LEAVER) == RANK
 DIFFERS = os.environ.get("DIFFERS", "") if AGAIN else ""
 strategy = tfps.Strategy()
@@ -42,10 +44,12 @@ class LeavesAndWaits(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
-        if (fits, self.epoch, batch) != (FIT, EPOCH, BATCH) or RANK == "plain" or AGAIN:
+        if RANK == "plain" or AGAIN:
             return
-        if int(RANK) == LEAVER:
+        now = int(RANK), fits, self.epoch, batch
+        if now == (LEAVER, FIT, EPOCH, BATCH):
             (FOLDER / "left").touch()
+        if now in (GOES, (LEAVER, FIT, EPOCH, BATCH)):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_begin(self, batch: int, logs: Argument = None) -> None:

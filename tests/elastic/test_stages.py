@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,18 +17,21 @@ HERE = Path(__file__).resolve().parent
 SCRIPT, TIMEOUT_S = "../elastic/staged.py", 240.0
 
 
-def back(cluster: Cluster, folder: Path, kind: str, leaves: str, differs: str = "") -> list[tuple[int, str]]:
-    """What two workers end with of which one leaves and comes back."""
-    addresses, lost = cluster.pservers(1, 2), int(leaves.split()[0])
+def back(
+    cluster: Cluster, folder: Path, kind: str, leaves: str, differs: str = "", workers: int = 2, **more: str
+) -> list[tuple[int, str]]:
+    """What workers end with of which one leaves and comes back."""
+    addresses, lost = cluster.pservers(1, workers), int(leaves.split()[0])
     environment = {
         "TFPS_MIN_WORKERS": "1",
         "LEAVES": leaves,
         "DIFFERS": differs,
         "PYTHONPATH": f"{HERE}{os.pathsep}{processes.PYTHONPATH}",
+        **more,
     }
-    with processes.started(SCRIPT, addresses, 2, [[str(folder), kind]] * 2, **environment) as started:
+    with processes.started(SCRIPT, addresses, workers, [[str(folder), kind]] * workers, **environment) as started:
         started[lost].communicate(timeout=TIMEOUT_S)
-        own = processes.worker_environment(addresses, lost, 2, **environment)
+        own = processes.worker_environment(addresses, lost, workers, **environment)
         started[lost] = processes.start(SCRIPT, str(folder), kind, environment=own)
         ((code, output),) = processes.finish([started[lost]], TIMEOUT_S)
         (folder / "refused").touch()
@@ -60,7 +64,7 @@ EQUAL = {
     "a schedule that multiplies": ("decays", "1 1 1 2"),
     "a callback with a state, and one on rank 0 only": ("counts", "1 1 1 2"),
 }
-QUICK = ("a loop of fits with evaluate between", "two optimizers")
+QUICK = ("a loop of fits with evaluate between",)
 
 
 def some(cases: Iterable[str], quick: Sequence[str]) -> list[ParameterSet]:
@@ -82,6 +86,16 @@ def test_who_comes_back_ends_as_plain_keras(cluster: Cluster, tmp_path: Path, ca
     assert len(losses(tmp_path, "0")) == len(losses(tmp_path, "plain"))
     logs = [(tmp_path / f"{rank}.csv").read_text().splitlines() for rank in range(2) if (tmp_path / "0.csv").exists()]
     assert all([line.split(",")[0] for line in each] == ["epoch", *"0123"] for each in logs), logs
+
+
+def test_who_comes_back_where_a_lower_rank_is_gone_ends_as_plain_keras(cluster: Cluster, tmp_path: Path) -> None:
+    """Its place among those that take part is not its number."""
+    results = back(cluster, tmp_path, "two", "2 1 1 2", workers=3, GOES="0 1 0 4")
+    text = "\n".join(output for _, output in results)
+    assert [code for code, _ in results] == [-signal.SIGTERM, 0, 0], text
+    for mine, other, its in zip(*(arrays(tmp_path, name) for name in ("1", "2", "plain")), strict=True):
+        assert mine.tobytes() == other.tobytes(), text
+        np.testing.assert_allclose(mine, its, rtol=0, atol=2e-5, err_msg=text)
 
 
 # The program, what is different on who comes back, and what it is told.

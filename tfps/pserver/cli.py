@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tfps import __version__
 from tfps.config import Security
@@ -108,9 +108,15 @@ class _Lines(logging.Formatter):
         return f"tfps_pserver: {super().format(record).removeprefix('tfps: ')}"
 
 
-def _at_signals(call: Callable[[], None]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: call())
+@contextlib.contextmanager
+def _at_signals(call: Callable[[], None]) -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: call()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _allow_many_files() -> None:
@@ -130,7 +136,12 @@ def _serve(options: argparse.Namespace, security: Security) -> int:
     handler.setFormatter(_Lines())
     logging.basicConfig(level=level, handlers=[handler])
     stop = Flag()
-    _at_signals(stop.set)
+    with _at_signals(stop.set):
+        _run(options, security, stop)
+    return 0
+
+
+def _run(options: argparse.Namespace, security: Security, stop: Flag) -> None:
     host = options.host or default_host(security)
     if options.metrics_port is not None:
         check_host(options.metrics_host, security, metrics=True)
@@ -164,7 +175,6 @@ def _serve(options: argparse.Namespace, security: Security) -> int:
         server.stop()
     if metrics is not None:
         metrics.stop()
-    return 0
 
 
 def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:
@@ -195,8 +205,7 @@ def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
 def _status(options: argparse.Namespace, security: Security) -> int:
     from tfps.pserver.console import Watcher, show
 
-    with contextlib.closing(Watcher(options.status, security)) as watcher:
-        _at_signals(watcher.stop)
+    with contextlib.closing(Watcher(options.status, security)) as watcher, _at_signals(watcher.stop):
         if not options.json:
             show(watcher, _INTERVAL_S)
         elif (look := watcher.look(_INTERVAL_S)) is not None:
