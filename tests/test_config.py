@@ -177,7 +177,6 @@ def test_the_launchers_variables_are_read() -> None:
         ({"TFPS_RANK": "x"}, "TFPS_RANK must be a whole number, got 'x'"),
         ({"TFPS_RANK": "-1"}, "TFPS_RANK must be at least 0, got -1"),
         ({"TFPS_WORKERS": "0"}, "TFPS_WORKERS must be at least 1, got 0"),
-        ({"TFPS_RANK": "2", "TFPS_WORKERS": "2"}, "TFPS_RANK must be below TFPS_WORKERS=2, got 2"),
     ],
 )
 def test_contradictions_of_the_launchers_variables_are_refused(environment: dict[str, str], message: str) -> None:

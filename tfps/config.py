@@ -27,6 +27,7 @@ Auto = Literal["auto"]
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
 # Initial sizes if tuned: small, so that even a small model fills the window; only then can bandwidth be measured.
 FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
+_MOST_WORKERS = 10_000  # that are counted before any of them has come
 _FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
 _LOCAL_MODES: tuple[Mode, ...] = ("diloco", "local")  # workers train for themselves between two exchanges
 _OF_MODES: dict[str, tuple[Mode, ...]] = {  # settings that only some modes have
@@ -141,6 +142,8 @@ class Config:
             an iterator and one per interval, where all ranks make the same; everything when an epoch ends. 0: never.
         min_workers: with how many workers training goes on when others are lost (docs/faults.md); None: the loss of a
             worker ends the job. With it, in mode "sync" with updates on the worker, training survives pservers as well.
+        max_workers: with `min_workers` and mode "sync", how many workers the job may have: others than those that it is
+            started with may join it while it trains (docs/faults.md); None: no more.
         snapshot_steps: with `min_workers` and `update="server"`, after how many steps workers take a snapshot of what
             pservers keep, each of a part; they keep their gradients since then, and training survives the loss of
             pservers. None: it does not. Each step more costs the memory of a gradient (docs/faults.md). With "diloco"
@@ -188,6 +191,7 @@ class Config:
     compression: str | Mapping[str, str] = "none"
     check_every: int = 100
     min_workers: int | None = None
+    max_workers: int | None = None
     snapshot_steps: int | None = None
     snapshot_folder: str = ""
     rejoin_timeout_s: float = 3600.0
@@ -252,6 +256,12 @@ class Config:
             )
         if self.grace_s != Config.grace_s and self.quorum == 1:
             raise ConfigError(f"grace_s is for a quorum below 1: else all are waited for, got {self.grace_s!r}")
+        least, most = self.min_workers, self.max_workers
+        if most is not None and (least is None or most < least or not self.takes_newcomers):
+            raise ConfigError(
+                f"max_workers is for mode='sync' with min_workers, which it must not be below, got max_workers={most}, "
+                f"min_workers={least} and mode={mode!r}"
+            )
         if self.snapshot_folder and self.snapshot_steps is None:
             raise ConfigError(
                 f"snapshot_folder is for snapshot_steps: give both, got snapshot_folder={self.snapshot_folder!r} alone"
@@ -388,6 +398,11 @@ _FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
     ("grace_s", _below(float("inf")), "a number of seconds from 0"),
     ("staging_depth", lambda value: value != 1 and _whole(0)(value), "0 (off) or a whole number from 2"),
     ("min_workers", _whole(1, optional=True), "a number of workers from 1, or None (all are needed)"),
+    (
+        "max_workers",
+        lambda value: _whole(1, optional=True)(value) and (value or 0) <= _MOST_WORKERS,
+        f"a number of workers from 1 to {_MOST_WORKERS}, or None (no more than at the start)",
+    ),
     ("snapshot_steps", _whole(1, optional=True), "a number of steps from 1, or None (no snapshots)"),
     ("check_every", _whole(0), "0 (never) or a positive number of steps"),
     ("rejoin_timeout_s", _is_positive, "a positive number of seconds"),
@@ -486,8 +501,6 @@ class Launch:
             if (number := numbers[-1]) is not None and number < least:
                 raise ConfigError(f"environment variable {name} must be at least {least}, got {number}")
         rank, workers = numbers
-        if rank is not None and workers is not None and rank >= workers:
-            raise ConfigError(f"environment variable TFPS_RANK must be below TFPS_WORKERS={workers}, got {rank}")
         return cls(pservers, rank, workers, environment.get("TFPS_JOB", ""))
 
 

@@ -93,7 +93,7 @@ class DaemonPool(Executor):
     """
 
     def __init__(self, limit: int, name: str) -> None:
-        self._limit, self._name = limit, name
+        self.limit, self._name = limit, name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()  # guards the next two
@@ -116,7 +116,7 @@ class DaemonPool(Executor):
             if self._closed:
                 raise RuntimeError("the pool was shut down")
             self._work.put(call)
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self._limit:
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self.limit:
                 name = f"{self._name}_{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
                 self._threads[-1].start()

@@ -33,6 +33,7 @@ from tfps.worker.worker import Worker
 BATCH = 47
 DEVICES = [f"CPU:{number}" for number in range(int(os.environ.get("DEVICES", "1")))]
 JOIN_AFTER = json.loads(os.environ.get("JOIN_AFTER", "[0, 5]"))
+NEWCOMERS = int(os.environ.get("NEWCOMERS", "1"))
 EPOCHS = int(os.environ.get("EPOCHS", "2"))
 SAMPLES = 5 * BATCH + 13
 OPTIMIZERS = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
@@ -167,7 +168,7 @@ def assign_again(model: Model) -> None:
 
 
 class WaitsForNewcomer(keras.callbacks.Callback):
-    """After a step of an epoch (JOIN_AFTER) the first worker waits until another one wants to join."""
+    """After a step of an epoch (JOIN_AFTER) the first worker waits until so many others (NEWCOMERS) want to join."""
 
     def __init__(self, strategy: tfps.Strategy) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ class WaitsForNewcomer(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
         if [self._epoch, batch] == JOIN_AFTER and self._strategy.rank == 0:
-            poll(lambda: bool(self._strategy._runtime.exchange.joining.candidates(1)))
+            poll(lambda: len(self._strategy._runtime.exchange.joining.candidates(1)) >= NEWCOMERS)
 
 
 class Batches(keras.utils.PyDataset):

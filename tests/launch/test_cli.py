@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -229,6 +230,80 @@ def test_a_pserver_that_is_lost_starts_again_or_the_workers_go_on_with_the_other
     then = "it starts again (restarts left: 0)" if restarts else "workers go on with 1 other"
     assert then in result.stderr
     assert result.stdout.count("pushed") == 2
+
+
+_GROWS = """
+import os, sys, threading, time
+from tfps.config import Config
+from tfps.exchange.interface import BucketSpec
+from tfps.trace.recorder import Recorder
+from tfps.recovery.exchange import ElasticExchange
+addresses, rank = os.environ["TFPS_PSERVERS"].split(","), os.environ.get("TFPS_RANK")
+about = {"job": os.environ["TFPS_JOB"], "config": Config.from_environment(), "recorder": Recorder()}
+worker = ElasticExchange(addresses, rank=rank and int(rank), **about)
+deadline = time.monotonic() + 60
+def push():
+    assert time.monotonic() < deadline
+    done, replies = threading.Event(), []
+    worker.push(0, b"\\0" * 4000, lambda reply: (replies.append(reply), done.set()))
+    assert done.wait(60)
+    return list(replies[0].ranks)
+joins = worker.joining.candidate
+if joins:
+    worker.joining.lines()
+worker.declare([BucketSpec(("b",), "sum", 4000, "float32", 0)])
+if joins:
+    worker.joining.take_part(1)
+else:
+    print("ready")
+    while push() == [0] and len(worker.view.ranks) == 1:
+        if candidates := worker.joining.candidates(1):
+            worker.joining.admit(candidates)
+print("together", push(), sys.argv[1:])
+while joins and push() != [1]:  # until nobody is left of those whose launcher has started the pservers
+    pass
+worker.close()
+"""
+
+
+def test_another_launcher_starts_workers_that_join(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_GROWS)
+    numbers = ("--workers", 1, "--pservers", 2, "--min-workers", 1, "--max-workers", 2)
+    first = launching.Running(*numbers, script, "an argument")
+    first.wait_ready(1)
+    errors = first.popen.stderr
+    assert errors is not None
+    said = (re.search("join by tfps_launch (.*)", line) for line in iter(errors.readline, ""))
+    command = next(found[1] for found in said if found)
+    joined = launch(*shlex.split(command))
+    assert joined.returncode == 0, joined.stdout + joined.stderr
+    assert "together [0, 1] ['an argument']" in joined.stdout
+    output = first.output.read()
+    code, more = first.finish()
+    assert (code, "together [0, 1]" in output) == (0, True), output + more
+    assert "PserverLostError" not in joined.stderr + more
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ["--workers", "3", "--min-workers", "1", "--max-workers", "2"],
+            "--max-workers must be at least 3 (--workers)",
+        ),
+        (["--max-workers", "2"], "needs --min-workers, got 2 with --min-workers None"),
+        (["--join", "job@a:1,b"], "must be JOB@HOST:PORT,... (a pserver address must be 'host:port'"),
+        (["--join", "job@a:1"], "--join needs the options --min-workers and --max-workers that the job was started"),
+        (["--join", "job@a:1", "--pservers", "2"], "--pservers does not go with --join"),
+    ],
+)
+def test_what_does_not_go_with_more_workers_is_refused(
+    options: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse([*options, "script.py"])
+    assert why in capsys.readouterr().err
 
 
 def test_too_few_workers_end_all(write_script: WriteScript, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_a_newcomer_that_comes_while_the_job_begins_anew_knows_what_that_has_dec
 ) -> None:
     job, resume_lines, held, goes_on = Job(cluster), Worker.resume_lines, threading.Event(), threading.Event()
     job.declare([], ["what newcomers need"])
+    job.step()
     job.leave(2)
 
     def late(worker: Worker, lines: Sequence[str]) -> None:

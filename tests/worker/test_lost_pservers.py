@@ -24,7 +24,6 @@ from tfps.errors import (
     UnsupportedError,
     WorkerLostError,
 )
-from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import regrouping
 from tfps.pserver.console import Watcher, table
@@ -227,7 +226,7 @@ def test_workers_that_cannot_go_on_at_an_idle_pserver_do_not_make_it_one_of_thei
     for _ in range(2):
         report = pb.Report(ranks=[0, 1], reason="pserver 10.0.0.1:7070 was stopped")
         with pytest.raises(WorkerLostError, match="ranks 1 may go on elsewhere, with a pserver that does not answer"):
-            meet(["127.0.0.1:1", server.address], Security(), "uid", "incarnation", 0, View.first(2), report)
+            meet(["127.0.0.1:1", server.address], Security(), "uid", "incarnation", 0, 2, report)
 
 
 def test_without_any_pserver_the_job_ends_by_name(cluster: Cluster) -> None:

@@ -248,7 +248,10 @@ class Joining(Protocol):
     def candidate(self) -> bool: ...  # whatever it exchanges comes back to it unchanged
 
     def lines(self) -> Sequence[str]:
-        """The details of the job's declarations without buckets, for a candidate."""
+        """The details of the job's declarations without buckets, for a candidate.
+
+        Waits until the others train, for `Config.step_timeout_s` at most: before, they may declare what this one needs.
+        """
 
     def trying_out(self) -> contextlib.AbstractContextManager[None]:
         """In the block a candidate may exchange gradients, with nobody."""

@@ -149,6 +149,7 @@ def distribute_dataset(
         dataset = _as_one_process(dataset)
     if extended.changes and extended.shards and shard_policy(dataset) != AutoShardPolicy.OFF:
         return _distribute_whole(extended, dataset, options)
+    _check_constant(extended)
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
     if in_python or (context.num_replicas_in_sync > 1 and (has_scalars(dataset) or has_sparse(dataset))):
         return _distribute_rows(extended, dataset, options)
@@ -180,6 +181,16 @@ def distribute_dataset(
 
     divides = shard_policy(dataset) in DIVIDED
     return _made(DistributedDataset, StagedDataset, arguments, digests, whole if divides else None)
+
+
+def _check_constant(extended: tf.distribute.StrategyExtended) -> None:
+    """Refuses data that each worker makes for itself, a fixed part of each batch, where their number may grow."""
+    if extended.grows and extended.shards:
+        raise UnsupportedError(
+            "data that each worker makes for itself (AutoShardPolicy.OFF, distribute_datasets_from_function) does not "
+            "work with max_workers: parts of each batch would be those of workers that have not come; give all workers "
+            "the same tf.data.Dataset, of which each takes its rows"
+        )
 
 
 def _as_one_process(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -274,6 +285,9 @@ def distribute_datasets_from_function(
     digests: BatchDigests | None = None,
     whole: Whole | None = None,
 ) -> Batches:
+    if whole is None:
+        _check_constant(extended)
+
     def own_data(context: tf.distribute.InputContext) -> tf.data.Dataset:
         with of_its_own():
             return dataset_fn(context)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfps import __version__
+from tfps.config import check_address
 from tfps.errors import ConfigError
 from tfps.launch.job import LOOPBACK, READY, START_S, Host, Job, Placement, Task, parse_hosts, secret_file
 
@@ -42,6 +43,8 @@ class Plan:
     workers: int = 1
     pservers: int = 1
     min_workers: int | None = None  # with which the job goes on when others are lost; None: it needs all
+    max_workers: int | None = None  # how many may take part, those that join a job under way included; None: `workers`
+    join: tuple[str, tuple[str, ...]] | None = None  # the job, by its name and pservers, that the workers join
     restart: int = 0  # how often each worker that is lost is started again
     grace_s: float = 5.0
     log: str | None = None
@@ -60,7 +63,10 @@ class Plan:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} must be at least 1, got {getattr(self, name)}")
         pservers = len(self.hosts) * self.pservers_per_host or self.pservers
-        self.check_fewest(max(self.workers, self.min_workers or 1) if self.slurm else self.workers)
+        if self.join is None:
+            self.check_number(max(self.workers, self.min_workers or 1) if self.slurm else self.workers)
+        elif self.max_workers is None:
+            raise ConfigError("--join needs the options --min-workers and --max-workers that the job was started with")
         if self.restart < 0 or (self.restart and self.min_workers is None):
             raise ConfigError(
                 f"--restart must be a number from 0 and needs --min-workers, got {self.restart} with --min-workers "
@@ -86,11 +92,16 @@ class Plan:
             if not re.fullmatch(r"[A-Za-z_]\w*(=.*)?", text, re.DOTALL):
                 raise ConfigError(f"--env must be NAME or NAME=VALUE, got {text!r}")
 
-    def check_fewest(self, workers: int) -> None:
-        """Raises ConfigError if so many workers cannot be as few as `min_workers`."""
+    def check_number(self, workers: int) -> None:
+        """Raises ConfigError if so many workers cannot be as few as `min_workers` or as many as `max_workers`."""
+        where = "tasks of the allocation" if self.slurm else "--workers"
         if self.min_workers is not None and not 1 <= self.min_workers <= workers:
-            where = "tasks of the allocation" if self.slurm else "--workers"
             raise ConfigError(f"--min-workers must be from 1 to {workers} ({where}), got {self.min_workers}")
+        if self.max_workers is not None and (self.min_workers is None or self.max_workers < workers):
+            raise ConfigError(
+                f"--max-workers must be at least {workers} ({where}) and needs --min-workers, got {self.max_workers} "
+                f"with --min-workers {self.min_workers}"
+            )
 
     def chosen(self, environment: Mapping[str, str]) -> dict[str, str]:
         """`variables` and their values, by default those in `environment`."""
@@ -104,8 +115,9 @@ class Plan:
 
     @property
     def elastic_variables(self) -> dict[str, str]:
-        """The variable by which workers go on without others; it wins over what the launcher inherits."""
-        return {} if self.min_workers is None else {"TFPS_MIN_WORKERS": str(self.min_workers)}
+        """The variables by which workers go on without others or with more; they win over inherited ones."""
+        numbers = {"TFPS_MIN_WORKERS": self.min_workers, "TFPS_MAX_WORKERS": self.max_workers}
+        return {name: str(number) for name, number in numbers.items() if number is not None}
 
     @property
     def trace_variables(self) -> dict[str, str]:
@@ -130,6 +142,10 @@ def parse(argv: Sequence[str]) -> Plan:
     add("--min-workers", type=int, metavar="N", help=text)
     text = "with --min-workers: start each worker and pserver that is lost again, up to N times; it joins the others"
     add("--restart", type=int, metavar="N", help=text)
+    text = "with --min-workers: let more workers join while the job trains, up to N in all; --join starts them"
+    add("--max-workers", type=int, metavar="N", help=text)
+    text = "start workers, and no pservers, that join a job under way, as its launcher says at its start"
+    add("--join", type=_job_and_pservers, metavar="JOB@HOST:PORT,...", help=text)
     place = parser.add_mutually_exclusive_group()
     text = "run N workers on each of these hosts, reached by ssh, by the names under which they reach each other"
     place.add_argument("--hosts", metavar="HOST:N,...", help=text)
@@ -192,6 +208,8 @@ def parse(argv: Sequence[str]) -> Plan:
             raise ConfigError(f"--workers does not go with {several}: {instead}")
         if several and "pservers" in given:
             raise ConfigError(f"--pservers does not go with {several}: use --pservers-per-host")
+        if "join" in given:
+            _check_joining(given)
         if "pservers_per_host" in given and not several:
             raise ConfigError("--pservers-per-host needs --hosts or --slurm; on this machine alone use --pservers")
         if "ssh" in given and "hosts" not in given:
@@ -203,6 +221,21 @@ def parse(argv: Sequence[str]) -> Plan:
         return Plan(command[0], tuple(command[1:]), **given)
     except ConfigError as error:
         parser.error(str(error))
+
+
+def _job_and_pservers(text: str) -> tuple[str, tuple[str, ...]]:
+    name, _, addresses = text.rpartition("@")
+    try:
+        return name, tuple(map(check_address, addresses.split(",")))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"must be JOB@HOST:PORT,... ({error}), got {text!r}") from None
+
+
+def _check_joining(given: Mapping[str, object]) -> None:
+    """Raises ConfigError for options of pservers, which a job under way has already."""
+    for name in ("pservers", "pservers_per_host", "metrics_port", "logdir"):
+        if name in given:
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --join: the job has its pservers already")
 
 
 def check_script(plan: Plan) -> None:
@@ -233,7 +266,7 @@ def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
     hosts = allocated(environment) if plan.slurm else plan.hosts
     chosen = plan.chosen(environment)
     if not hosts or (not plan.slurm and hosts[0].name in LOOPBACK):
-        pservers = plan.pservers_per_host if hosts else plan.pservers
+        pservers = 0 if plan.join else plan.pservers_per_host if hosts else plan.pservers
         return Engine(Placement(("localhost",) * plan.workers, ("localhost",) * pservers), environment, chosen=chosen)
     try:
         token = Path(plan.token_file).read_text(encoding="utf-8").strip()
@@ -244,16 +277,22 @@ def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
     with suppress(OSError):
         if shown.is_absolute() and shown.samefile(directory):
             directory = str(shown)  # as the user's shell calls it: an automounter's real name may differ between hosts
-    options = Placement.of(hosts, plan.pservers_per_host), environment, directory, token, plan.grace_s
+    pservers = 0 if plan.join else plan.pservers_per_host
+    options = Placement.of(hosts, pservers), environment, directory, token, plan.grace_s
     if plan.slurm:
-        plan.check_fewest(len(options[0].workers))
+        if plan.join is None:
+            plan.check_number(len(options[0].workers))
         return Slurm(*options, chosen=chosen)
     return Ssh(*options, tuple(shlex.split(plan.ssh)), chosen=chosen)
 
 
 def misplaced(plan: Plan) -> str:
     """Says which options after the script are those of tfps_launch by name; the script gets them. "": none."""
-    found = [arg for arg in plan.args if arg.partition("=")[0] in ("--workers", "--pservers", "--min-workers")]
+    found = [
+        arg
+        for arg in plan.args
+        if arg.partition("=")[0] in ("--workers", "--pservers", "--min-workers", "--max-workers", "--join")
+    ]
     if not found:
         return ""
     return (
@@ -272,7 +311,10 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     name = plan.script if plan.is_module else Path(plan.script).stem
     place = engine.placement
     # On other hosts a process gets the token itself, and a file there.
-    job = Job.named(name, len(place.workers), "" if engine.is_remote else plan.token_file)
+    token_file = "" if engine.is_remote else plan.token_file
+    job = Job.named(name, len(place.workers), token_file)
+    if plan.join is not None:
+        job = Job(plan.join[0], None, plan.join[1], token_file)
 
     addresses: dict[int, str] = {}
     logging_in: dict[str, list[Process]] = {}
@@ -294,13 +336,16 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         metrics_port = plan.metrics_port and plan.metrics_port + index
         port = int(addresses[index].rpartition(":")[2]) if index in addresses else 0  # it is started again
         arguments = job.pserver_arguments(engine.listens_at(host), port, metrics_port, join)
+        if plan.max_workers is not None:  # who has joined from elsewhere may need a moment more than workers here
+            arguments += ["--linger", f"{plan.grace_s:g}"]
         # What becomes of the job its workers and the launcher say.
         argv = (sys.executable, "-m", "tfps.pserver.cli", *arguments, "--quiet")
         return start(host, Task(f"pserver {index}", argv, job.pserver_variables(), _PSERVER_COLOUR), on_line=on_line)
 
     def start_worker(rank: int, host: str) -> Process:
         argv = (sys.executable, *(["-m"] if plan.is_module else []), plan.script, *plan.args)
-        variables = {**job.worker_variables(rank), **plan.trace_variables, **plan.elastic_variables}
+        own = job.worker_variables(None if plan.join else rank)  # who joins gets a free number
+        variables = {**own, **plan.trace_variables, **plan.elastic_variables}
         colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
         task = Task(f"worker {rank}", argv, variables, colour, place.local_rank(rank))
         # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
@@ -328,9 +373,10 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         return not_ready(late)
 
     started = f"starts {len(place.workers)} worker{'s' * (len(place.workers) > 1)}"
-    for line in [started, *hints(plan, place)]:
+    if plan.join is None:
+        job = job.at([addresses[index] for index in range(len(pservers))])
+    for line in [started, *how_to_join(plan, place, job), *hints(plan, place)]:
         supervisor.say(line)
-    job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
     failed: list[Process] = []
     waiting: list[Process] = []  # that are to start again
@@ -350,7 +396,8 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     def is_over() -> bool:
         failed[:] = [process for process in workers if process.ended and process.code != 0]
         for_good = sum(restarts[process.command.name] == 0 for process in failed)
-        if plan.min_workers is not None and len(workers) - for_good >= plan.min_workers:
+        needed = plan.min_workers if plan.join is None else 1  # others of the job are not known here
+        if needed is not None and len(workers) - for_good >= needed:
             going = sum(not each.ended for each in workers)
             for process in (each for each in failed if each not in lost):
                 may_join = not any(worker.code == 0 for worker in workers)
@@ -390,6 +437,16 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     too_early = " while workers were still running" if first.code == 0 else ""
     end = f"{first.command.title} {first.describe_end()}{explain(first)}{too_early}; all others were ended"
     return exit_code(first.code or 1), end
+
+
+def how_to_join(plan: Plan, place: Placement, job: Job) -> list[str]:
+    """The command that starts more workers, to be pasted, if there may be more."""
+    if plan.join is not None or plan.max_workers in (None, len(place.workers)):
+        return []
+    options = ["--join", f"{job.name}@{','.join(job.pservers)}", "--token-file", plan.token_file]
+    numbers = ["--min-workers", f"{plan.min_workers}", "--max-workers", f"{plan.max_workers}"]
+    script = [*(["-m"] if plan.is_module else []), plan.script, *plan.args]
+    return [f"more workers join by {shlex.join(['tfps_launch', '--workers', '1', *options, *numbers, *script])}"]
 
 
 def hints(plan: Plan, place: Placement) -> list[str]:

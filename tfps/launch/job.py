@@ -31,7 +31,7 @@ class Job:
     """Roles, addresses, ranks and token, the same whatever starts the processes."""
 
     name: str  # other jobs on the same pservers have other names
-    workers: int
+    workers: int | None  # of its start; None: not known, as to workers that join it
     pservers: tuple[str, ...] = ()  # "host:port", as workers reach them; empty until they are known
     token_file: str = ""  # where a process finds the job token, on its own host
 
@@ -48,7 +48,7 @@ class Job:
         """A worker's environment variables (see `tfps.config.Launch`), without `rank` the same for all workers."""
         return {
             "TFPS_PSERVERS": ",".join(self.pservers),
-            "TFPS_WORKERS": str(self.workers),
+            **({} if self.workers is None else {"TFPS_WORKERS": str(self.workers)}),
             "TFPS_JOB": self.name,
             **self.pserver_variables(),
             **({} if rank is None else {"TFPS_RANK": str(rank)}),

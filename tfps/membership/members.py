@@ -63,6 +63,12 @@ class Applicant:
                 f"pservers and number {self.pserver_index + 1}"
             )
 
+    @property
+    def most(self) -> int | None:
+        """How many workers its job may have; None: no more than at the start."""
+        most = self.settings.get("max_workers")
+        return most if isinstance(most, int) and most else None
+
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}"
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tfps.errors import ConnectError, MismatchError, PserverLostError, TfpsError, WorkerLostError
+from tfps.errors import ConnectError, MismatchError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
 from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Resumed, State
 from tfps.membership.view import View
 
@@ -88,10 +88,11 @@ class Roster:
     """
 
     def __init__(self, view: View, job: str = "") -> None:
-        self.view = view  # who is to take part; its pservers are known once the first worker has joined
+        self.view = view  # who is to take part; its pservers and bound are known once the first worker has joined
+        self.started = len(view.ranks)  # the number of workers with which the job begins
         self.incarnation = ""
         self.members: dict[int, Member] = {}
-        self.lost: dict[int, str] = {}  # what became of those that the others went on without, by rank
+        self.lost: dict[int, str] = {}  # why nobody has a rank: what became of those that the others went on without
         self.changes: deque[str] = deque(maxlen=_MAX_CHANGES)  # of the view, with their reasons
         self.left, self.joined = 0, 0  # how many the others went on without, and how many came to a job under way
         self._job = job
@@ -106,6 +107,8 @@ class Roster:
         """Adds `applicant` as a member; a repeated call returns the same member.
 
         ConnectError: it does not belong here. MismatchError: its settings differ from those of the other members.
+        ConfigError: they allow fewer workers than the job begins with. WaitTimeoutError: it may join once the job has
+        begun.
         """
         for rank, member in list(self.members.items()):
             if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:
@@ -120,12 +123,17 @@ class Roster:
                     raise MismatchError(
                         f"{name} must be the same on all workers: {member} has {theirs!r}, this worker {ours!r}"
                     )
-        rank = self._rank_for(applicant)
-        if not self.members:
-            self.incarnation = applicant.incarnation or secrets.token_hex(16)
-            self.view = dataclasses.replace(self.view, pservers=tuple(range(applicant.pservers)))
+        first = not self.members
+        if first:
+            self.view = View.first(self.started, applicant.pservers, applicant.most)
+            self.lost = {rank: f"rank {rank} has not come yet" for rank in sorted(self.view.free)}
             if (resumed := applicant.resumed) is not None:
                 self._resume(resumed)
+        rank = self._rank_for(applicant)
+        if first:
+            self.incarnation = applicant.incarnation or secrets.token_hex(16)
+        if rank in self.view.ranks:
+            self.lost.pop(rank, None)  # another one had it before the job began
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
 
@@ -134,8 +142,7 @@ class Roster:
         self.resumed = resumed
         self.view = dataclasses.replace(self.view, generation=resumed.generation, ranks=resumed.ranks)
         self.changes.append(f"view {resumed.generation}: {resumed.reason}; goes on with {', '.join(resumed.pservers)}")
-        for rank in set(range(self.view.workers)).difference(resumed.ranks):
-            self.lost[rank] = f"rank {rank} was lost before the pservers changed"
+        self.lost = {rank: f"rank {rank} took no part when the pservers changed" for rank in sorted(self.view.free)}
 
     def candidates(self, training: int) -> list[int]:
         """Ranks of those that have joined a job under way and may be admitted to this training."""
@@ -181,7 +188,7 @@ class Roster:
         loss = self._remove(rank, how, why)
         forget = Forget(rank, WorkerLostError(f"the other workers went on without this one: {loss.why}"))
         if not self.begun:
-            self.view = View.first(self.view.workers, len(self.view.pservers))
+            self.view = View.first(self.started, len(self.view.pservers), self.view.workers)
             return self.view, [forget, Log(f"has not begun: {loss.why}; another worker may join in its place")]
         return self.view, [forget, Log(f"goes on with {len(self.view.ranks)} workers: {loss.why}"), Tell(loss)]
 
@@ -255,10 +262,11 @@ class Roster:
         return bool(self.members) and self._left == len(self.members)
 
     def _check_job(self, new: Applicant) -> None:
-        if new.workers and new.workers != self.view.workers:
+        if new.workers and new.workers != self.started:
+            more = "" if new.workers < self.started else "; max_workers (TFPS_MAX_WORKERS) lets others join later"
             raise ConnectError(
-                f"the pserver was started with --workers {self.view.workers}, this worker expects {new.workers}; "
-                "start both with the same number"
+                f"the pserver was started with --workers {self.started}, this worker expects {new.workers}; "
+                f"start both with the same number{more}"
             )
         if self._job and new.job != self._job:
             raise ConnectError(f"the pserver serves only job {self._job!r} (--job), this worker belongs to {new.job!r}")
@@ -286,20 +294,35 @@ class Roster:
                 f"{', '.join(map(str, self.members.values()))}); wait for its end or give this job pservers of its own"
             )
 
+    def _too_early(self, rank: int) -> WaitTimeoutError:
+        missing = [f"{each}" for each in self.view.ranks if each not in self.members]
+        why = f"start those that are missing: {', '.join(missing)}" if missing else "they are about to"
+        return WaitTimeoutError(
+            f"rank {rank} joins the job once the {self.started} workers of its start have begun it (--workers); {why}"
+        )
+
     def _rank_for(self, new: Applicant) -> int:
-        if new.rank is None:
-            for rank in range(self.view.workers):
-                if rank not in self.members:
-                    return rank
+        workers, grows = self.view.workers, self.view.workers > self.started
+        bound = f"max_workers={workers}" if grows else f"--workers {workers}"
+        rank = new.rank
+        if rank is None:
+            rank = next((each for each in range(workers) if each not in self.members), None)
+        if rank is None:
             raise ConnectError(
-                f"all {self.view.workers} ranks of the job are taken ({', '.join(map(str, self.members.values()))}); "
-                "start the pserver with a larger --workers, or give another job pservers of its own"
+                f"all {workers} ranks of the job are taken ({', '.join(map(str, self.members.values()))}); "
+                f"start {'the job with a larger max_workers' if grows else 'the pserver with a larger --workers'}, or "
+                "give another job pservers of its own"
             )
-        if not 0 <= new.rank < (workers := self.view.workers):
-            raise ConnectError(f"rank must be from 0 to {workers - 1} (--workers {workers}), got {new.rank}")
-        if new.rank in self.members:
+        if not 0 <= rank < workers:
             raise ConnectError(
-                f"two workers have rank {new.rank}: {self.members[new.rank].applicant} and {new} (this one); "
+                f"rank must be from 0 to {workers - 1} ({bound}), got {rank}; for more workers than at the start, "
+                f"start the job with {'a larger max_workers' if grows else 'max_workers'} (TFPS_MAX_WORKERS)"
+            )
+        if grows and rank not in self.view.ranks and not self.takes_candidates and self.resumed is None:
+            raise self._too_early(rank)
+        if rank in self.members:
+            raise ConnectError(
+                f"two workers have rank {rank}: {self.members[rank].applicant} and {new} (this one); "
                 "give every worker a rank of its own, and every job pservers of its own"
             )
-        return new.rank
+        return rank

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from tfps.errors import ConnectError, ProtocolError
+from tfps.errors import ConfigError, ConnectError, ProtocolError
 
 MAX_GENERATION = 2**16 - 1  # a frame has two bytes for it
 
@@ -17,13 +17,14 @@ class View:
     """Who takes part in a job between two changes. ConnectError: nobody is left, or there have been too many changes.
 
     A round is complete when all ranks of the view in force have pushed. A rank keeps its number from view to view, and
-    the number of `workers` stays: those that are lost leave their numbers free.
+    the number of `workers` stays: those that are lost leave their numbers free, and a job that may grow has free
+    numbers from the start.
     """
 
     generation: int  # 1 for a job's first view, then one more for each change
     ranks: tuple[int, ...]  # the workers' numbers, ascending; a worker keeps its number from view to view
     pservers: tuple[int, ...]  # their places in the list that all workers have, ascending
-    workers: int  # with which the job was started: numbers are below
+    workers: int  # how many there can be: numbers are below
 
     def __post_init__(self) -> None:
         for name, members in (("ranks", self.ranks), ("pservers", self.pservers)):
@@ -37,9 +38,19 @@ class View:
             raise ConnectError(f"generation of a view must be from 1 to {MAX_GENERATION}, got {self.generation}")
 
     @classmethod
-    def first(cls, workers: int, pservers: int = 1) -> View:
-        """A job's first view: all its workers, all its pservers."""
-        return cls(1, tuple(range(workers)), tuple(range(pservers)), workers)
+    def first(cls, workers: int, pservers: int = 1, most: int | None = None) -> View:
+        """A job's first view: the `workers` of its start, and all pservers. Later there can be `most` workers.
+
+        ConfigError: `most` is less.
+        """
+        if most is not None and most < workers:
+            raise ConfigError(f"max_workers must be at least {workers}, the number of workers at the start, got {most}")
+        return cls(1, tuple(range(workers)), tuple(range(pservers)), most or workers)
+
+    @property
+    def free(self) -> frozenset[int]:
+        """The numbers that nobody has who takes part."""
+        return frozenset(range(self.workers)).difference(self.ranks)
 
     def place(self, rank: int) -> int:
         """The place of `rank` among those that take part, from 0. Raises ProtocolError if it does not."""

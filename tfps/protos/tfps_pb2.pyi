@@ -658,13 +658,14 @@ class SaveRowsRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., step: _Optional[int] = ..., folder: _Optional[str] = ..., name: _Optional[str] = ..., since: _Optional[int] = ..., timeout_s: _Optional[float] = ..., before: _Optional[str] = ..., remove: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "snapshot_folder", "snapshot_steps", "staleness", "update", "window_bytes"]
+    __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "grace_s", "inner_steps", "max_workers", "min_workers", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "quorum", "rejoin_timeout_s", "slice_bytes", "snapshot_folder", "snapshot_steps", "staleness", "update", "window_bytes"]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     DELAY_COMPENSATION_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     OUTER_LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
@@ -687,6 +688,7 @@ class Settings(_message.Message):
     fragments: int
     grace_s: float
     inner_steps: int
+    max_workers: int
     min_workers: int
     mode: str
     outer_learning_rate: float
@@ -703,7 +705,7 @@ class Settings(_message.Message):
     staleness: int
     update: str
     window_bytes: int
-    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., snapshot_steps: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., rejoin_timeout_s: _Optional[float] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., quorum: _Optional[float] = ..., grace_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ..., mode: _Optional[str] = ..., staleness: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., snapshot_steps: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., rejoin_timeout_s: _Optional[float] = ..., delay_compensation: _Optional[float] = ..., inner_steps: _Optional[int] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., own_share: _Optional[float] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., quorum: _Optional[float] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ["fd", "host", "secret"]

@@ -79,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="end when standard input has ended and no worker is left: for a program that starts a pserver",
     )
+    text = "at SIGTERM, wait up to so many seconds for workers that are still there (default %(default)g)"
+    add("--linger", type=float, default=0.0, metavar="SECONDS", help=text)
     add("--quiet", action="store_true", help="log warnings only, not which jobs begin, end and fail")
     add("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
     add("--json", action="store_true", help="with --status: print the status once, as JSON")
@@ -171,6 +173,9 @@ def _run(options: argparse.Namespace, security: Security, stop: Flag) -> None:
         if options.while_needed:
             threading.Thread(target=_stop_when_unneeded, args=(server, stop), name="tfps-unneeded", daemon=True).start()
         stop.wait()
+        end_s = time.monotonic() + options.linger
+        while time.monotonic() < end_s and any(each.state == "streaming" for each in server.status().members):
+            time.sleep(_LOOK_S)
     finally:
         server.stop()
     if metrics is not None:

@@ -118,7 +118,7 @@ class Job:
                 if config.elastic and not self._beats:
                     self._beats = True
                     Heartbeat("tfps-heartbeat", self.elastic.beat)
-                state.log(f"begins: {member} is the first of {view.workers} workers")
+                state.log(f"begins: {member} is the first of {roster.started} workers")
             if member.state is State.JOINED and not member.streams:  # else a repeated call: streams use its queue
                 state.memory.pop(member.rank, None)
                 if memory is not None:

@@ -59,7 +59,7 @@ _PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and a
 _OF_APPLICANT = ("job", "workers", "uid", "host", "pid", "pserver_index", "pservers", "incarnation")  # fields of a Join
 _UNREAD_S = 5.0  # for a worker to read the rest of a stream over gRPC whose job is over: until then it holds threads
 _RANK_DIGITS = 10  # of a rank, at most
-_ASKED_AGAIN = ("Declare",)  # calls that wait in pieces: one that ends without the others is no error
+_ASKED_AGAIN = ("Declare", "Join")  # calls that wait in pieces: one that ends without the others is no error
 _MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in the long run and at once
 
 
@@ -102,15 +102,12 @@ class ParameterServer:
         self._meetings = Meetings()
         self._max_memory = machine_bytes() if max_memory is None else max_memory
         self._guard = Guard(token, self._errors.add)
-        self._join_rate = Rate(10 * workers + 40, 20 * workers + 100)
-        self._joining = threading.Semaphore(2 * workers)  # joins that may wait for the end of a job
+        self._pool = DaemonPool(0, "tfps-server")
+        self._make_room(workers)
         self._lock = threading.Lock()  # guards all below
         self._job = self._new_job()
         self._jobs = 0
         self.stopped = False
-        # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
-        # come before the last job's stream threads have ended.
-        self._pool = DaemonPool(6 * workers + 8, "tfps-server")
         self._server = grpc.server(self._pool, interceptors=(self._guard,), options=control.server_options(security))
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host
@@ -131,6 +128,15 @@ class ParameterServer:
             self._data = DataPort(host, data_port, token, self._open_session, refused, self._measuring.connection)
             self._data_port = self._data.port
         self._server.start()
+
+    def _make_room(self, workers: int) -> None:
+        """Serves jobs of up to so many workers from now on."""
+        self._join_rate = Rate(10 * workers + 40, 20 * workers + 100)
+        self._joining = threading.Semaphore(2 * workers)  # joins that may wait for the end of a job
+        # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
+        # come before the last job's stream threads have ended.
+        self._pool.limit = 6 * workers + 8
+        self._room = workers
 
     def _new_job(self) -> Job:
         return Job(View.first(self.workers), self._job_name, self._recorder, self._errors, self._max_memory)
@@ -236,6 +242,8 @@ class ParameterServer:
             if applicant.resumed is not None:
                 self._meetings.resume(applicant.resumed.incarnation)
             self._jobs += first
+            if (most := config.max_workers or 0) > self._room:
+                self._make_room(most)
             return pb.JoinReply(
                 protocol_version=control.PROTOCOL_VERSION,
                 rank=joined.rank,
@@ -298,7 +306,8 @@ class ParameterServer:
 
         Returns a job that its workers have not gone on with in time.
         """
-        if not self._joining.acquire(blocking=False):
+        joining = self._joining
+        if not joining.acquire(blocking=False):
             raise ConnectError("too many workers wait for the end of this pserver's job")
         try:
             with self._lock:
@@ -318,7 +327,7 @@ class ParameterServer:
             job.elastic.wait_for_place(applicant, limit_s)
             return waited
         finally:
-            self._joining.release()
+            joining.release()
 
     def _of_job(self, name: str, request: Argument, context: grpc.ServicerContext) -> Message:
         job = self._job_of(request.incarnation)

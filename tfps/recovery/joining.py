@@ -48,7 +48,7 @@ class ElasticJoining:
 
     def take_part(self, training: int) -> Sequence[int] | None:
         def take_part(worker: Worker) -> Sequence[int] | None:
-            lines = list(worker.joining.lines())
+            lines = list(worker.joining.trial.lines()) if worker.joining.trial else []
             worker.joining.on_joined = lambda: self._joined(worker, lines)
             return worker.joining.take_part(training)
 

@@ -172,7 +172,7 @@ class Reconfiguration:
         """Meets the others; those pservers that `old` has just waited for are not asked in the first attempt."""
         silent, old.silent_pservers = old.silent_pservers, set()
         report = self._report(old, old.view.generation if generation is None else generation, reason)
-        about = old.client.uid, self._first, old.rank, old.view
+        about = old.client.uid, self._first, old.rank, old.client.started
         decision = meet(self._workers.addresses, self._workers.security, *about, report, silent)
         self._workers.add_addresses(decision.pservers)
         return decision
@@ -200,7 +200,7 @@ class Reconfiguration:
         return pb.Report(
             generation=generation,
             ranks=view.ranks,
-            lost=set(range(view.workers)).difference(view.ranks, self._joining.admitting),
+            lost=view.free.difference(self._joining.admitting),
             silent=old.presence.silent,
             declarations=self._declarations.count,
             buckets=[_report(bucket, view.ranks) for bucket in self._core.buckets],

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from tfps.config import Security
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
-from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.reach import split
@@ -53,7 +52,7 @@ class _Found(NamedTuple):
     error: WorkerLostError | None = None  # the job goes on there without this worker
 
 
-def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest, view: View | None) -> _Found:
+def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest, workers: int | None) -> _Found:
     try:
         socket.create_connection(split(address), _DIAL_S).close()
     except ConnectionRefusedError:
@@ -68,18 +67,18 @@ def _ask(address: str, security: Security, uid: str, request: pb.RegroupRequest,
         except TfpsError:
             return _Found(_Answer.SILENT)
     answer = _Answer.KNOWS if reply.known else _Answer.IDLE
-    if reply.busy or (view is not None and view.workers != reply.workers):
+    if reply.busy or (workers is not None and workers != reply.workers):
         answer = _Answer.REFUSED
     return _Found(answer, list(reply.pservers), reply.moving)
 
 
 def _ask_all(
-    addresses: Sequence[str], security: Security, uid: str, request: pb.RegroupRequest, view: View | None
+    addresses: Sequence[str], security: Security, uid: str, request: pb.RegroupRequest, workers: int | None
 ) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
 
     def ask(address: str) -> None:
-        found[address] = _ask(address, security, uid, request, view)
+        found[address] = _ask(address, security, uid, request, workers)
 
     threads = [threading.Thread(target=ask, args=[address], name="tfps-ask", daemon=True) for address in addresses]
     for thread in threads:
@@ -108,18 +107,18 @@ def meet(
     uid: str,
     incarnation: str,
     rank: int,
-    view: View,
+    workers: int,
     report: pb.Report,
     silent: Collection[str] = (),
 ) -> pb.Decision:
-    """Meets the other workers of the job at one of `addresses`; returns what they agree on.
+    """Meets the others of the job, which began with `workers`, at one of `addresses`; returns what they agree on.
 
     Those of `silent` pservers are not asked: they have just not answered for long.
 
     PserverLostError, WaitTimeoutError: not now, maybe later. Other TfpsErrors: this worker cannot go on.
     """
     request = pb.RegroupRequest(incarnation=incarnation, asks=True, rank=rank)
-    asked = _ask_all([each for each in addresses if each not in silent], security, uid, request, view)
+    asked = _ask_all([each for each in addresses if each not in silent], security, uid, request, workers)
     for found in asked.values():
         if found.error is not None:  # elsewhere it might meet nobody, and begin alone
             raise found.error

@@ -40,6 +40,7 @@ PATIENCE_S = 5.0  # before a wait is logged
 _AGAIN_S = 60.0  # before a wait for the same ranks is logged again
 _ASK_TIMEOUT_S = 5.0  # for whom a worker waits
 _LEAVE_TIMEOUT_S, _CALL_TIMEOUT_S, _TUNE_TIMEOUT_S = 5.0, 10.0, 30.0
+_EARLY_S = 1.0  # until a worker asks again whether the job has begun that it is to join
 _LOOK_S = 1.0  # interval at which a wait for other ranks checks whether to stop
 _ANSWER_MARGIN_S = 10.0  # by how much a call's deadline exceeds the pserver's
 
@@ -64,6 +65,7 @@ class PserverClient:
         # As the first pserver has answered to Join; before that, the only worker's.
         self.membership = Membership(rank, View.first(1, len(pservers)), incarnation="")
         self._config, self._buckets, self._failures = config, buckets, failures
+        self.started = 0  # with how many workers the job began
         self.declarations = 0  # so far, on all ranks
         self.uid = uid or uuid.uuid4().hex  # by which pservers tell this worker from others that have had its rank
         self.first_incarnation = ""  # of the job when it began, maybe with other pservers
@@ -99,12 +101,11 @@ class PserverClient:
         for index, pserver in enumerate(self.pservers):
             request.pserver_index = index
             with saying(partial(_join_blocked_by, pserver)):
-                left_s = max(deadline_s - time.monotonic(), 0.1)
-                reply = pserver.join(request, left_s, self._config.connect_timeout_s)
+                reply = self._joined(pserver, request, deadline_s)
             pserver.sign(request.uid)
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
-            self.first_incarnation = reply.first_incarnation
-            view = View.first(reply.workers, len(self.pservers))
+            self.started, self.first_incarnation = reply.workers, reply.first_incarnation
+            view = View.first(reply.workers, len(self.pservers), self._config.max_workers)
             if resumed is not None:
                 view = dataclasses.replace(view, generation=resumed.generation, ranks=resumed.ranks)
             elif reply.candidate:  # as if it took part already
@@ -112,6 +113,17 @@ class PserverClient:
                 view = dataclasses.replace(view, generation=reply.generation, ranks=ranks)
             self.membership = Membership(reply.rank, view, reply.incarnation)
             yield reply
+
+    def _joined(self, pserver: Pserver, request: pb.JoinRequest, deadline_s: float) -> pb.JoinReply:
+        """Joins, again while the job has not begun, which this worker is to join later."""
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.1)
+            try:
+                return pserver.join(request, left_s, self._config.connect_timeout_s)
+            except WaitTimeoutError:
+                if time.monotonic() + _EARLY_S > deadline_s:
+                    raise
+                time.sleep(_EARLY_S)
 
     def leave(self, failure: TfpsError | None, reason: str = "") -> None:
         """Tells every pserver that can be reached that this worker leaves; `reason`: why, if others wait for it."""

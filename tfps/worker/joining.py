@@ -71,7 +71,17 @@ class WorkerJoining:
             self.trial.tries_out = value
 
     def lines(self) -> Sequence[str]:
-        return [] if self.trial is None else self.trial.lines()
+        if self.trial is None:
+            return []
+        begin_s, said_so = time.monotonic(), False
+        while not self.trial.others_train() and time.monotonic() - begin_s < self._config.step_timeout_s:
+            if not said_so:
+                logger.info("tfps: this worker joins a job that has not trained yet, and waits until it does")
+            said_so = True
+            self._failures.check()
+            time.sleep(_READY_S)
+        self._learn()
+        return self.trial.lines()
 
     @contextlib.contextmanager
     def trying_out(self) -> Iterator[None]:
@@ -110,7 +120,7 @@ class WorkerJoining:
 
     def committed(self) -> None:
         """From now on it takes part."""
-        self._losses.skip(set(range(self._view.workers)).difference(self._view.ranks))
+        self._losses.skip(self._view.free)
         self.on_joined()
         self.trial = None
 

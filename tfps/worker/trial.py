@@ -80,6 +80,12 @@ class Trial:
         """What all pservers know of the job."""
         return [self._declared(index) for index in range(self._pservers)]
 
+    def others_train(self) -> bool:
+        """Whether the others have taken a step of a training, and so declared all that they need for it."""
+        told = self.replies()
+        trains = [bucket.kind != "gather" and not bucket.occasional for bucket in told[0].buckets]
+        return any(step for reply in told for step, counts in zip(reply.steps, trains, strict=False) if counts)
+
     def learn(self, specs: Sequence[BucketSpec]) -> None:
         """Takes all buckets of the job, by number."""
         new = specs[len(self._alone.specs) :]

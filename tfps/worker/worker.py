@@ -191,9 +191,11 @@ class Worker:
     def _join(self, job: str, workers: int, deadline_s: float, resumed: Resumed | None) -> None:
         opening = Opening(self.config.transport, self._when)
         for index, joined in enumerate(self.client.join(job, workers, self._memory, deadline_s, resumed)):
-            everybody = range(self.view.workers)
+            everybody, at_start = range(self.view.workers), range(self.client.started)
             if joined.candidate:
                 self.joining.begin(joined.rank)
+            elif resumed is None:
+                self.losses.skip(everybody[self.client.started :])  # who has not come is not lost
             pserver, queue = self._pservers[index], self._queues[index]
             path = opening.open(pserver, index, queue, joined.data_port, self.client.membership)
             incoming = Incoming(
@@ -207,7 +209,7 @@ class Worker:
                 everybody,
             )
             queue.heard()
-            present = everybody if resumed is None else resumed.ranks
+            present = at_start if resumed is None else resumed.ranks
             self.presence.joined(joined.present if joined.candidate else present)
             self._streams.append(WorkerStream(path, pserver.address, index, queue, incoming, self.fail, self._when))
             if joined.shared_memory:
