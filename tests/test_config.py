@@ -79,6 +79,13 @@ def test_a_bad_value_is_refused_by_field_rule_and_received(field: str, value: Va
         ({"mode": "local", "quorum": 0.5, "grace_s": -1.0}, "grace_s must be a number of seconds from 0, got -1.0"),
         ({"mode": "local", "grace_s": 1.0}, "grace_s is for a quorum below 1: .* got 1.0"),
         ({"mode": "diloco", "min_workers": 1, "snapshot_steps": 1, "quorum": 0.5}, "snapshot_steps .* quorum=0.5"),
+        ({"mode": "sync", "max_workers": 4}, "max_workers is for mode='sync' with min_workers, .* min_workers=None"),
+        ({"mode": "sync", "min_workers": 4, "max_workers": 3}, "which it must not be below, got max_workers=3, min_w"),
+        ({"mode": "diloco", "min_workers": 1, "max_workers": 4}, "max_workers is for mode='sync' .* and mode='diloco'"),
+        (
+            {"mode": "sync", "min_workers": 1, "max_workers": 10**6},
+            "max_workers must be .* from 1 to 10000, .* got 1",
+        ),
         ({"mode": "sync", "min_workers": 1, "snapshot_folder": "/s"}, "snapshot_folder is for snapshot_steps: .*='/s'"),
         ({"mode": "sync", "snapshot_steps": 1, "snapshot_folder": "/s"}, "snapshot_folder is for min_workers .*=None"),
         ({"mode": "async", "snapshot_steps": 1, "snapshot_folder": "/s"}, "snapshot_steps is for min_workers .*=None"),

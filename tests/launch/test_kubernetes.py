@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -208,6 +210,21 @@ def test_workers_that_others_can_do_without_come_back_and_may_be_evicted(form: s
         assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["Ignore"]
 
 
+def test_a_job_that_may_grow_says_how_it_is_scaled() -> None:
+    options = ("--image", "i", "--workers", "2", "--min-workers", "1", "--max-workers", "4", "--namespace", "n")
+    worker, *_ = pods("worker", *options, "train.py")
+    config = Config.from_environment(worker.env)
+    assert (config.min_workers, config.max_workers, worker.env["TFPS_WORKERS"]) == (1, 4, "2")
+    (command,) = re.findall("kubectl -n n patch job (.*)", text_of(*options, "train.py"))
+    name, option, patch = shlex.split(command)
+    job = by_kind(documents(*options, "train.py"), "Job")
+    assert (name, option) == (job["metadata"]["name"], "--patch")
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2  # else they cannot be changed
+    job["spec"] |= json.loads(patch)["spec"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 4
+    check(job)
+
+
 @pytest.mark.parametrize("form", ["job", "jobset", "runtime"])
 def test_a_preempted_pod_does_not_count(form: str) -> None:
     found = documents("--as", form, *DEFAULT)
@@ -395,6 +412,11 @@ def test_the_names_that_a_certificate_needs_are_those_that_workers_call(form: st
         (["--print", "--image", "i", "--workers", "0", "x.py"], "--workers must be at least 1, got 0"),
         (["--print", "--min-workers", "0", *DEFAULT], "--min-workers must be from 1 to 2 (--workers), got 0"),
         (["--print", "--min-workers", "3", *DEFAULT], "--min-workers must be from 1 to 2 (--workers), got 3"),
+        (["--print", "--max-workers", "4", *DEFAULT], "--max-workers must be at least 2 (--workers) and needs --min-w"),
+        (
+            ["--print", "--as", "tfjob", "--min-workers", "1", "--max-workers", "4", *DEFAULT],
+            "--max-workers must come with --as job, which can be scaled, got --as tfjob",
+        ),
         (["--print", "--as", "jobset", "--min-workers", "1", *DEFAULT], "must come with --as job or tfjob, got --as"),
         (["--print", "--as", "runtime", "--min-workers", "1", *DEFAULT], "must come with --as job or tfjob, got --as"),
         (["--print", "--env", "TFPS_MIN_WORKERS=1", *DEFAULT], "got TFPS_MIN_WORKERS; use --min-workers"),

@@ -157,6 +157,21 @@ def test_a_variable_fills_a_config_of_the_program_or_is_told_once(
     assert "TFPS_MIN_WORKERS" not in caplog.text
 
 
+def test_data_that_each_worker_makes_for_itself_does_not_go_with_more_workers(cluster: jobs.Cluster) -> None:
+    config = tfps.Config(min_workers=1, max_workers=2)
+    strategy = tfps.Strategy(cluster.pservers(1, 1), config=config)
+    cluster.callback(strategy.close)
+    options, data = tf.data.Options(), tf.data.Dataset.range(4).batch(2)
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    assert [batch.numpy().tolist() for batch in strategy.experimental_distribute_dataset(data)] == [[0, 1], [2, 3]]
+    for distribute in (
+        lambda: strategy.experimental_distribute_dataset(data.with_options(options)),
+        lambda: strategy.distribute_datasets_from_function(lambda _: data),
+    ):
+        with pytest.raises(tfps.UnsupportedError, match="does not work with max_workers: parts of each batch would be"):
+            distribute()
+
+
 def test_no_pserver_at_an_address_is_an_error_within_the_deadline() -> None:
     with pytest.raises(tfps.ConnectError, match=r"127\.0\.0\.1:9"):
         tfps.Strategy(["127.0.0.1:9"], config=tfps.Config(connect_timeout_s=1))

@@ -44,6 +44,7 @@ _INSTEAD_OF = {
     "TFPS_PSERVERS": "use --pservers, whose addresses it gets",
     "TFPS_JOB": "use --name",
     "TFPS_MIN_WORKERS": "use --min-workers",
+    "TFPS_MAX_WORKERS": "use --max-workers",
     "TFPS_TOKEN_FILE": "use --token-secret",
     "TFPS_TLS_*": "use --tls-secret",
 }
@@ -61,6 +62,7 @@ class KubernetesJob:
     workers: int = 1
     pservers: int = 1
     min_workers: int | None = None  # with which the others go on without those that are lost; None: all are needed
+    max_workers: int | None = None  # up to which there may be more, once the Job is scaled; None: no more
     pserver_image: str = ""
     namespace: str = ""
     worker_resources: Mapping[str, str] = field(default_factory=lambda: {"cpu": "2", "memory": "4Gi"})
@@ -96,6 +98,13 @@ class KubernetesJob:
                     f"--min-workers must come with --as {' or '.join(_ELASTIC)}, got --as {self.form}: when a worker "
                     "fails, a JobSet starts all its pods anew"
                 )
+        if self.max_workers is not None and (self.min_workers is None or self.max_workers < self.workers):
+            raise ConfigError(
+                f"--max-workers must be at least {self.workers} (--workers) and needs --min-workers, got "
+                f"{self.max_workers} with --min-workers {self.min_workers}"
+            )
+        if self.max_workers is not None and self.form != "job":
+            raise ConfigError(f"--max-workers must come with --as job, which can be scaled, got --as {self.form}")
         for role in ("worker", "pserver"):
             for name, quantity in getattr(self, f"{role}_resources").items():
                 if not _QUANTITY.fullmatch(quantity):
@@ -173,6 +182,8 @@ def parse(argv: Sequence[str]) -> KubernetesJob:
     add("--pservers", type=int, default=1, metavar="N", help="pserver pods (default 1)")
     text = "go on when workers are lost, with no fewer than N; lost ones come back (default: if one fails, all do)"
     add("--min-workers", type=int, metavar="N", help=text)
+    text = "with --min-workers: let more join while the job trains, up to N in all, once its Job is scaled"
+    add("--max-workers", type=int, metavar="N", help=text)
     text = "such as cpu=4,memory=8Gi; all but cpu and ephemeral-storage is also its limit"
     for role in ("worker", "pserver"):
         add(f"--{role}-resources", type=_pairs, metavar="NAME=QUANTITY,...", help=f"of each {role}, {text}")
@@ -242,6 +253,10 @@ def as_yaml(job: KubernetesJob, argv: Sequence[str]) -> str:
             f"Nor is the Secret {job.tls_secret}. Its ca.crt must have signed its tls.crt, which must name pservers:",
             *(f"  {name}" for name in job.hosts(job.name)),
         ]
+    if job.max_workers is not None:
+        most = f'{{"spec":{{"completions":{job.max_workers},"parallelism":{job.max_workers}}}}}'
+        notes += ["More workers join while it trains, here as many as there may be, by:"]
+        notes += [f"  {place} patch job {job.name}-worker --patch '{most}'"]
     if job.form == "runtime":
         notes.append(f"A TrainJob must have {job.workers} nodes: pservers wait for so many workers.")
     # Arguments may have line breaks.
@@ -328,6 +343,8 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
     elastic = job.min_workers is not None
     if elastic:
         settings["TFPS_MIN_WORKERS"] = str(job.min_workers)
+    if job.max_workers is not None:
+        settings["TFPS_MAX_WORKERS"] = str(job.max_workers)
     # In arguments and values Kubernetes replaces $(NAME), and $$ by $.
     settings |= {name: value.replace("$", "$$") for name, value in job.variables.items()}
     claims = {claim: f"volume-{index}" for index, claim in enumerate(dict(job.volumes))}  # each may have several paths

@@ -155,7 +155,7 @@ class TraceRun:
         self._runtime.abandon_capture = None
         if settle:  # only while nothing is being sent
             self._runtime.settle(_SETTLE_S)
-        exchange, workers = self._runtime.exchange, self._runtime.exchange.view.workers
+        exchange, workers = self._runtime.exchange, len(self._runtime.exchange.view.ranks)
         steps = [number for number, begin_ns in list(self._runtime.spans.steps) if begin_ns >= self._begin_ns]
         settings: dict[str, Setting] = {"workers": workers, "tfps": __version__, "tensorflow": tf.__version__}
         run, chosen = self._free_name(), sorted(set(choose(steps)))

@@ -85,7 +85,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.sharding = Sharding()
         depth = self.policy.staging_depth(config.staging_depth)
         self.changes = config.elastic and workers > 1  # whether the number of workers may change
-        self.grows = config.max_workers is not None  # whether there may be more than at the start
+        self.grows = self.changes and config.max_workers is not None  # whether there may be more than at the start
         several = self._num_replicas_in_sync > 1
         self.last_batch = LastBatch(len(self._devices), changes=self.changes) if several else None
         self.numbers = BatchNumbers(len(self._devices), together=self.policy.together) if several else None

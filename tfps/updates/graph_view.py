@@ -179,7 +179,7 @@ def picture(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None, runti
                     is_known = any(not after or other.after == after for other in same)
                     if shown.setdefault(name, gate) is gate and not is_known:
                         reads.append(read)
-    return Picture(graph.name, runtime.exchange.view.workers, reads, list(sent.values()))
+    return Picture(graph.name, len(runtime.exchange.view.ranks), reads, list(sent.values()))
 
 
 def _transfers(graph: tf.Graph, gates: dict[int, Gate], runtime: Runtime) -> dict[str, int]:
