@@ -101,7 +101,7 @@ class PserverClient:
         for index, pserver in enumerate(self.pservers):
             request.pserver_index = index
             with saying(partial(_join_blocked_by, pserver)):
-                reply = self._joined(pserver, request, deadline_s)
+                reply = _joined(pserver, request, deadline_s, self._config.connect_timeout_s)
             pserver.sign(request.uid)
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
             self.started, self.first_incarnation = reply.workers, reply.first_incarnation
@@ -113,17 +113,6 @@ class PserverClient:
                 view = dataclasses.replace(view, generation=reply.generation, ranks=ranks)
             self.membership = Membership(reply.rank, view, reply.incarnation)
             yield reply
-
-    def _joined(self, pserver: Pserver, request: pb.JoinRequest, deadline_s: float) -> pb.JoinReply:
-        """Joins, again while the job has not begun, which this worker is to join later."""
-        while True:
-            left_s = max(deadline_s - time.monotonic(), 0.1)
-            try:
-                return pserver.join(request, left_s, self._config.connect_timeout_s)
-            except WaitTimeoutError:
-                if time.monotonic() + _EARLY_S > deadline_s:
-                    raise
-                time.sleep(_EARLY_S)
 
     def leave(self, failure: TfpsError | None, reason: str = "") -> None:
         """Tells every pserver that can be reached that this worker leaves; `reason`: why, if others wait for it."""
@@ -426,6 +415,17 @@ def saying(whom: Callable[[], str]) -> Iterator[None]:
     finally:
         over.set()
         thread.join(2 * _ASK_TIMEOUT_S)
+
+
+def _joined(pserver: Pserver, request: pb.JoinRequest, deadline_s: float, limit_s: float) -> pb.JoinReply:
+    """Joins, again while the job has not begun, which this worker is to join later."""
+    while True:
+        try:
+            return pserver.join(request, max(deadline_s - time.monotonic(), 0.1), limit_s)
+        except WaitTimeoutError:
+            if time.monotonic() + _EARLY_S > deadline_s:
+                raise
+            time.sleep(_EARLY_S)
 
 
 def _join_blocked_by(pserver: Pserver) -> str:

@@ -7,6 +7,7 @@ Pservers: the same with 50 and 500 MB per step, where a pserver is killed (the c
 stopped, or joins; how much longer than a usual step before it the longest step takes.
 Joins: two workers in `fit`; one is killed and started again. How much longer than others the first step is in which it
 takes part, for the one that stays; variables are copied through the pservers.
+Growth: the same, but two workers join two others (`max_workers`): all steps in which one of them first takes part.
 Deaths: three workers of which one is killed every minute, in turn, and another one started 5 s later. With
 `min_workers`; without, where all are started again and go on from the last epoch (40 steps) that BackupAndRestore has
 saved; with Elastic Horovod, if it is installed, that commits every 10 steps, with its timeout of 30 s and with one of 5
@@ -112,6 +113,11 @@ def _joins(quick: bool) -> Outcome:
     return Outcome(headline, runs)
 
 
+def _growth(quick: bool) -> Outcome:
+    runs = [_note(_growth_of(SIZES_MB[0])) for _ in range(1 if quick else 5)]
+    return Outcome({f"grows_2_to_4_{SIZES_MB[0]}mb_s": median(runs, "grow_s")}, runs)
+
+
 def _deaths(quick: bool) -> Outcome:
     every_s, window_s = QUICK_DEATHS_S if quick else DEATHS_S
     runs: list[dict[str, Json]] = []
@@ -170,6 +176,7 @@ PARTS = {
     "losses": _losses,
     "pservers": _pservers,
     "joins": _joins,
+    "growth": _growth,
     "deaths": _deaths,
     "cost": _cost,
     "snapshots": _snapshots,
@@ -235,6 +242,24 @@ def _joins_of(size_mb: int, count: int) -> list[dict[str, Json]]:
             one = {"what": "join", "mb": size_mb, "join_s": round(took[first] - usual_s, 3)}
             found.append(_note({**one, "usual_s": round(usual_s, 3)}))
         return found
+
+
+def _growth_of(size_mb: int) -> dict[str, Json]:
+    with contextlib.ExitStack() as stack:
+        steps = JOIN_EPOCH_MB // size_mb
+        work = ["fit", "--units", str(_units(size_mb)), "--steps", str(steps)]
+        more = {"TFPS_MIN_WORKERS": "1", "TFPS_MAX_WORKERS": "4", "TFPS_STEP_TIMEOUT_S": "300"}
+        job = Job(stack, 2, work, **more)
+        until(lambda: len(job.steps(0)) > 3 * steps)
+        for _ in range(2):
+            job.add()
+        until(lambda: all(job.steps(rank) for rank in (2, 3)))
+        firsts = {job.steps(rank)[0][:2] for rank in (2, 3)}  # they may come together
+        until(lambda: max(firsts) in _took(job.steps(0)))
+        took = _took(job.steps(0))
+        usual_s = statistics.median(s for step, s in took.items() if step < min(firsts))
+        grow_s = sum(took[step] - usual_s for step in firsts)
+        return {"what": "growth", "mb": size_mb, "grow_s": round(grow_s, 3), "usual_s": round(usual_s, 3)}
 
 
 def _compared(

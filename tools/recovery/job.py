@@ -80,6 +80,10 @@ class Job:
         """Another process of a rank whose last one has ended."""
         self.workers[rank] = self._new(rank)
 
+    def add(self) -> None:
+        """One more worker, where there may be more than at the start (`TFPS_MAX_WORKERS`)."""
+        self.workers.append(self._new(len(self.workers)))
+
     def end(self, process: subprocess.Popen[str], how: int = signal.SIGKILL) -> float:
         """Sends a signal; returns when."""
         process.send_signal(how)
