@@ -27,7 +27,7 @@ Auto = Literal["auto"]
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
 # Initial sizes if tuned: small, so that even a small model fills the window; only then can bandwidth be measured.
 FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
-_MOST_WORKERS = 10_000  # that are counted before any of them has come
+_MOST_WORKERS = 4096  # each step looks for who of them has not come
 _FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
 _LOCAL_MODES: tuple[Mode, ...] = ("diloco", "local")  # workers train for themselves between two exchanges
 _OF_MODES: dict[str, tuple[Mode, ...]] = {  # settings that only some modes have

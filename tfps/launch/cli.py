@@ -337,7 +337,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         port = int(addresses[index].rpartition(":")[2]) if index in addresses else 0  # it is started again
         arguments = job.pserver_arguments(engine.listens_at(host), port, metrics_port, join)
         if plan.max_workers is not None:  # who has joined from elsewhere may need a moment more than workers here
-            arguments += ["--linger", f"{plan.grace_s:g}"]
+            arguments += ["--linger", f"{max(plan.grace_s - 1, 0):g}"]
         # What becomes of the job its workers and the launcher say.
         argv = (sys.executable, "-m", "tfps.pserver.cli", *arguments, "--quiet")
         return start(host, Task(f"pserver {index}", argv, job.pserver_variables(), _PSERVER_COLOUR), on_line=on_line)

@@ -31,7 +31,7 @@ _IDLE_S = 600.0  # then no job is expected: workers that start again, or wait fo
 _BACKLOG = 16  # connections that wait in the kernel
 
 _PER_JOB = {  # fields of a status
-    "workers": "Workers that a job has",
+    "workers": "Workers that a job has, or may have",
     "buckets": "Buckets that the current job has declared",
     "slices": "Slices of them on this pserver",
     "shard_bytes": "Size of these slices, without those of gathers",
