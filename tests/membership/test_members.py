@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tfps.errors import ConnectError, MismatchError
+from tfps.errors import ConfigError, ConnectError, MismatchError, WaitTimeoutError
 from tfps.membership.members import STREAM_GRACE_S, Applicant, State
 from tfps.membership.roster import Roster
 from tfps.membership.view import View
@@ -51,6 +51,26 @@ def test_a_worker_too_many_is_told_who_is_there() -> None:
 def test_a_rank_beyond_the_number_of_workers_is_refused(rank: int) -> None:
     with pytest.raises(ConnectError, match=f"rank must be from 0 to 1 .*, got {rank}"):
         Roster(View.first(2)).join(applicant(rank=rank), 0)
+
+
+def test_who_is_more_than_at_the_start_joins_once_the_job_has_begun() -> None:
+    members = Roster(View.first(2))
+    grows = {"settings": {"max_workers": 3}}
+    with pytest.raises(WaitTimeoutError, match=r"rank 2 joins the job .* start those that are missing: 0, 1"):
+        members.join(applicant(rank=2, **grows), 0)
+    assert [members.join(applicant(**grows), 0).rank for _ in range(2)] == [0, 1]
+    with pytest.raises(WaitTimeoutError, match=r"rank 2 joins the job once the 2 workers .*; they are about to"):
+        members.join(applicant(**grows), 0)
+    members.takes_candidates = True
+    assert members.join(applicant(**grows), 0).rank == 2
+    assert members.view.ranks == (0, 1)
+    with pytest.raises(ConnectError, match=r"all 3 ranks .* start the job with a larger max_workers"):
+        members.join(applicant(**grows), 0)
+
+
+def test_a_job_has_at_least_the_workers_of_its_start() -> None:
+    with pytest.raises(ConfigError, match="max_workers must be at least 3, the number of workers at the start, got 2"):
+        Roster(View.first(3)).join(applicant(settings={"max_workers": 2}), 0)
 
 
 def test_a_wrong_number_of_workers_names_both() -> None:
