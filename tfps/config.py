@@ -147,7 +147,7 @@ class Config:
         snapshot_steps: with `min_workers` and `update="server"`, after how many steps workers take a snapshot of what
             pservers keep, each of a part; they keep their gradients since then, and training survives the loss of
             pservers. None: it does not. Each step more costs the memory of a gradient (docs/faults.md). With "diloco"
-            and "local": after how many exchanges. With "async" workers keep no gradients, but the newest parameters,
+            and "local": after how many exchanges. With "async" workers keep no gradients, but the latest parameters,
             and a snapshot of slots alone.
         snapshot_folder: with `snapshot_steps`, for models with tables (docs/recommenders.md): where pservers write
             snapshots of these, a folder that all of them reach. Else a lost pserver ends such a job.
@@ -215,7 +215,7 @@ class Config:
         return self.elastic and (keeps_nothing or self.snapshot_steps is not None)
 
     @property
-    def takes_newcomers(self) -> bool:
+    def takes_joiners(self) -> bool:
         """Whether a worker can join a job under way: between two steps that all workers take together."""
         return self.mode == "sync"
 
@@ -257,7 +257,7 @@ class Config:
         if self.grace_s != Config.grace_s and self.quorum == 1:
             raise ConfigError(f"grace_s is for a quorum below 1: else all are waited for, got {self.grace_s!r}")
         least, most = self.min_workers, self.max_workers
-        if most is not None and (least is None or most < least or not self.takes_newcomers):
+        if most is not None and (least is None or most < least or not self.takes_joiners):
             raise ConfigError(
                 f"max_workers is for mode='sync' with min_workers, which it must not be below, got max_workers={most}, "
                 f"min_workers={least} and mode={mode!r}"

@@ -35,7 +35,7 @@ SOME = ("from two to four",)  # in the quick suite
 
 
 def run(
-    cluster: Cluster, folder: Path, kind: str, workers: int, newcomers: list[int | None], after: list[int], fault: Json
+    cluster: Cluster, folder: Path, kind: str, workers: int, joiners: list[int | None], after: list[int], fault: Json
 ) -> tuple[list[tuple[int, str]], dict[str, str]]:
     """What all workers end with, those that join last, of whom the last has the `fault`; and their environment."""
     servers = [cluster.pserver(workers) for _ in range(2)]
@@ -46,38 +46,38 @@ def run(
         "TFPS_SLICE_BYTES": "2048",
         "EPOCHS": "4",
         "JOIN_AFTER": json.dumps(after),
-        "NEWCOMERS": str(len(newcomers)),
+        "NEWCOMERS": str(len(joiners)),
         "PYTHONPATH": f"{HERE}{os.pathsep}{processes.PYTHONPATH}",
         **({"TFPS_UPDATE": "server"} if "server" in kind else {}),
     }
     with processes.started(SCRIPT, addresses, workers, [[str(folder), kind, "null"]] * workers, **environment) as all_:
         poll(lambda: len(servers[0].status().members) == workers)  # else one without a number is of the start
-        for number, rank in enumerate(newcomers):
+        for number, rank in enumerate(joiners):
             own = processes.worker_environment(addresses, rank or 0, workers, **environment)
             own = {name: text for name, text in own.items() if rank is not None or name != "TFPS_RANK"}
-            its = json.dumps(fault if number == len(newcomers) - 1 else None)
+            its = json.dumps(fault if number == len(joiners) - 1 else None)
             all_.append(processes.start(SCRIPT, str(folder), kind, its, environment=own))
         return processes.finish(all_, TIMEOUT_S), environment
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in SOME else pytest.mark.long) for case in CASES])
 def test_a_job_grows_while_it_trains(cluster: Cluster, tmp_path: Path, case: str) -> None:
-    kind, workers, newcomers, after, fault = CASES[case]
-    results, environment = run(cluster, tmp_path, kind, workers, newcomers, after, fault)
+    kind, workers, joiners, after, fault = CASES[case]
+    results, environment = run(cluster, tmp_path, kind, workers, joiners, after, fault)
     text = "\n".join(output for _, output in results)
     assert [code for code, _ in results] == [0] * (len(results) - 1) + [-signal.SIGKILL if fault else 0], text
     there = sorted(int(path.stem.removeprefix("rank")) for path in tmp_path.glob("rank*.pickle"))
     found = {rank: pickle.loads((tmp_path / f"rank{rank}.pickle").read_bytes()) for rank in there}
     start = tuple(range(workers))
-    grown = tuple(sorted({*start, *(rank or workers + number for number, rank in enumerate(newcomers))}))
-    assert there == [rank for rank in grown if not fault or rank != newcomers[-1]]
+    grown = tuple(sorted({*start, *(rank or workers + number for number, rank in enumerate(joiners))}))
+    assert there == [rank for rank in grown if not fault or rank != joiners[-1]]
     divided = found[0]["divided"]
     ends = [before for before, now in zip(divided, [*divided[1:], ()], strict=True) if before != now]
     assert ends == [start, grown, *([tuple(there)] if fault else [])]
     for each in found.values():
         assert tuple(each["ranks"]) == tuple(there)
         assert [w.tobytes() for w in each["weights"]] == [w.tobytes() for w in found[0]["weights"]]
-        assert {loss[0] for loss in each["losses"]} == ({newcomers[-1]} if fault else set())
+        assert {loss[0] for loss in each["losses"]} == ({joiners[-1]} if fault else set())
     if "table" in kind:  # a job that does not grow
         (tmp_path / "fixed").mkdir()
         fixed = {name: value for name, value in environment.items() if "MAX" not in name}

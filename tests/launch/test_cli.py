@@ -248,7 +248,7 @@ def push():
     worker.push(0, b"\\0" * 4000, lambda reply: (replies.append(reply), done.set()))
     assert done.wait(60)
     return list(replies[0].ranks)
-joins = worker.joining.candidate
+joins = worker.joining.pending
 if joins:
     worker.joining.lines()
 worker.declare([BucketSpec(("b",), "sum", 4000, "float32", 0)])
@@ -257,8 +257,8 @@ if joins:
 else:
     print("ready")
     while len(worker.view.ranks) == 1 and push() == [0]:
-        if candidates := worker.joining.candidates(1):
-            worker.joining.admit(candidates)
+        if joiners := worker.joining.joiners(1):
+            worker.joining.admit(joiners)
 print("together", push())
 while joins and not os.path.exists(sys.argv[1]):
     assert time.monotonic() < deadline

@@ -61,7 +61,7 @@ def test_who_is_more_than_at_the_start_joins_once_the_job_has_begun() -> None:
     assert [members.join(applicant(**grows), 0).rank for _ in range(2)] == [0, 1]
     with pytest.raises(WaitTimeoutError, match=r"rank 2 joins the job once the 2 workers .*; they are about to"):
         members.join(applicant(**grows), 0)
-    members.takes_candidates = True
+    members.takes_joiners = True
     assert members.join(applicant(**grows), 0).rank == 2
     assert members.view.ranks == (0, 1)
     with pytest.raises(ConnectError, match=r"all 3 ranks .* start the job with a larger max_workers"):
@@ -141,6 +141,6 @@ def test_a_job_is_over_when_all_that_joined_are_gone() -> None:
     first.state = State.STREAMING
     assert members.not_streaming() == [1]
     assert not members.over
-    first.state = State.GONE
+    first.state = State.DEPARTED
     assert members.over
-    assert members.gone() == [0]
+    assert members.departed() == [0]

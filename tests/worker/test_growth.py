@@ -31,16 +31,16 @@ def exchange(workers: Sequence[Worker]) -> None:
         assert sorted(reply.ranks) == sorted(worker.rank for worker in workers)
 
 
-def admit(workers: Sequence[Worker], *newcomers: Worker) -> None:
-    numbers = sorted(each.rank for each in newcomers)
-    for each in newcomers:
+def admit(workers: Sequence[Worker], *joiners: Worker) -> None:
+    numbers = sorted(each.rank for each in joiners)
+    for each in joiners:
         each.declare([GRADIENT])
 
     def let_in(worker: Worker) -> Sequence[int] | None:
-        poll(lambda: workers[0].joining.candidates(1) == numbers)
+        poll(lambda: workers[0].joining.joiners(1) == numbers)
         return worker.joining.admit(numbers)
 
-    joining = [functools.partial(each.joining.take_part, 1) for each in newcomers]
+    joining = [functools.partial(each.joining.take_part, 1) for each in joiners]
     before = [worker.rank for worker in workers]
     found = together(*joining, *(functools.partial(let_in, worker) for worker in workers))
     assert [list(ranks or ()) for ranks in found] == [before] * len(found)
@@ -52,7 +52,7 @@ def test_workers_join_beyond_those_of_the_start_are_lost_and_replaced(cluster: C
     declare(made, GRADIENT)
     exchange(made)
     third, fourth = cluster.worker(addresses, config=GROWS), cluster.worker(addresses, 3, workers=2, config=GROWS)
-    assert [(each.rank, each.joining.candidate) for each in (third, fourth)] == [(2, True), (3, True)]
+    assert [(each.rank, each.joining.pending) for each in (third, fourth)] == [(2, True), (3, True)]
     exchange(made)  # who do not wait for them
     admit(made, third, fourth)
     made += [third, fourth]
@@ -71,17 +71,17 @@ def test_a_worker_that_comes_before_the_job_has_begun_waits(cluster: Cluster, mo
     monkeypatch.setattr(client, "_EARLY_S", 0.05)
     addresses = cluster.pservers(2, 2)
     early = [functools.partial(cluster.worker, addresses, rank, config=GROWS) for rank in (3, 0, 1)]
-    newcomer, *made = together(*early)
-    assert [worker.joining.candidate for worker in (newcomer, *made)] == [True, False, False]
-    waiting = threading.Thread(target=newcomer.joining.lines)
+    joiner, *made = together(*early)
+    assert [worker.joining.pending for worker in (joiner, *made)] == [True, False, False]
+    waiting = threading.Thread(target=joiner.joining.lines)
     waiting.start()
     declare(made, GRADIENT)
     assert waiting.is_alive()  # until the others have declared all that they train with
     exchange(made)
     waiting.join(jobs.DEADLINE_S)
-    assert newcomer.declare([GRADIENT]) == [0]
-    with newcomer.joining.trying_out():
-        assert summed(push(newcomer, 0, ONES).wait()).tolist() == [1.0] * 750
+    assert joiner.declare([GRADIENT]) == [0]
+    with joiner.joining.trying_out():
+        assert summed(push(joiner, 0, ONES).wait()).tolist() == [1.0] * 750
     short = dataclasses.replace(GROWS, connect_timeout_s=0.2)
     (error,) = attempt(functools.partial(cluster.worker, cluster.pservers(1, 2), 2, config=short))
     assert isinstance(error, WaitTimeoutError)
@@ -107,13 +107,13 @@ def test_a_grown_job_outlives_its_pservers(cluster: Cluster) -> None:
     grows = dataclasses.replace(moving.CONFIG, max_workers=4)
     job = moving.Job(cluster, workers=2, config=grows)
     job.step()
-    job.newcomer(3)
+    job.joiner(3)
     job.step()
     job.lose(0)
     job.step()
     job.goes_on_with(job.servers[1:])
     job.leave(0)
-    job.newcomer(2)  # asked at the pservers of the start, it finds the others
+    job.joiner(2)  # asked at the pservers of the start, it finds the others
     job.workers.sort(key=lambda worker: worker.rank)
     job.step()
     assert {worker.view.ranks for worker in job.workers} == {(1, 2, 3)}
