@@ -10,6 +10,7 @@ Tested in tests/layers/test_embedding.py and tests/layers/test_optimizers.py.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import threading
 import uuid
@@ -17,15 +18,17 @@ import weakref
 from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfps.config import Config
 from tfps.embeddings.host import HostTable
-from tfps.errors import UnsupportedError
+from tfps.errors import TfpsError, UnsupportedError
 from tfps.exchange.update_spec import SLOTS, UpdateSpec
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gradients
 from tfps.graph.tf_private import identities, in_xla, ops
+from tfps.keras_hooks.kept_rows import KeptRows
 from tfps.policies.remote_optimizers import READINGS, constants_of, reading_of, step_scalars
 from tfps.runtime.runtime import Runtime
 from tfps.tables.initial import Initial
@@ -36,6 +39,7 @@ from tfps.updates.itself import UpdatesItself
 from tfps.updates.names import unnumbered
 from tfps.worker.embedded import EmbeddedExchange
 
+_INITIAL = "initial"  # the name of what rows are before any of them is trained
 _OWN = "give the layer an optimizer of its own, such as optimizer=keras.optimizers.Adagrad(0.05)"
 _RULES = {kind: reading for kind, reading in READINGS.items() if kind is not keras.optimizers.Nadam}
 _LIMITS = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -87,6 +91,7 @@ class TableVariable(keras.Variable, UpdatesItself):
         self._seed: Variable | None = None  # rank 0's, when initial values are agreed
         if self.strategy is not None:
             self._seed = tf.Variable(seed, trainable=False, dtype=tf.int64, name=f"{self.path}/seed")
+            self.table.changed = tf.Variable(0, trainable=False, dtype=tf.int64, name=f"{self.path}/changes")
             self.table.codec = self.strategy.extended.compressing.codec_of_table(self.path)
         with _lock:
             _all[self.table.number] = self
@@ -151,6 +156,36 @@ class TableVariable(keras.Variable, UpdatesItself):
             self.table.declare(self.spec(plain if self.optimizer is None else update_spec(self.optimizer, self.dim)))
         self.table.assign(ids, rows)
 
+    def numpy(self) -> KeptRows:
+        """What `get_weights` has of it: while that lives, owners keep what the rows are now, as far as they change."""
+        values = np.zeros(self.shape, np.float32)
+        self.table.check_restored()
+        about = {"table": self.table.number, "name": _INITIAL, "seed": str(self.seed)}
+        if self.table.spec is None:
+            return KeptRows.of(values, about)
+        policy = None if self.strategy is None else self.strategy.extended.policy
+        alone = policy is None or policy.together
+        held = self.table.keep(str(self.table.step) if alone or policy.state is None else f"at {policy.state}")
+        return KeptRows.of(values, None if held is None else {**about, "name": held.name, "seed": ""}, held)
+
+    def assign(self, value: Value) -> None:
+        """Goes back to what `numpy` has returned, as `set_weights` does; on every rank.
+
+        Raises:
+            UnsupportedError: it is something else.
+        """
+        said = value.said if isinstance(value, KeptRows) else None
+        if said is None or said["table"] != self.table.number:
+            raise UnsupportedError(
+                f"the rows of table {self.path!r} are on pservers, and what is assigned has none of them: set_weights "
+                "takes what get_weights of the same model has returned in this run, unchanged; other models and runs "
+                "get them by save_weights() and load_weights(), other values by load_rows(ids, rows) of the layer"
+            )
+        if self.table.spec is not None:
+            self.table.go_back(said["name"], said["seed"])
+        elif said["seed"]:
+            self.seed = int(said["seed"])
+
     def apply(self, gradient: Value, optimizer: Optimizer) -> None:
         """Sends it to the owners of the rows."""
         optimizer = self.optimizer or optimizer
@@ -207,6 +242,8 @@ def prefetch(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[St
     """Asks for the rows of a batch that has just been staged. Called by a thread that stages."""
     if (own := strategy()) is not None:
         for variable in all_tables(own):
+            with contextlib.suppress(TfpsError):  # which the next step raises
+                variable.table.forget()
             variable.table.prefetch(batches)
 
 

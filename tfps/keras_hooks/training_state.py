@@ -28,6 +28,7 @@ from tfps.graph.patches import BaseStrategy
 from tfps.graph.tf_private import values
 from tfps.keras_hooks import python_data, random_numbers
 from tfps.keras_hooks.captured import Captured
+from tfps.keras_hooks.kept_rows import KeptRows
 from tfps.keras_hooks.keras_private import (
     continues,
     distributed_dataset,
@@ -323,12 +324,13 @@ def found_by(key: str, callback: Callback, arrays: dict[str, Array]) -> Json:
     changed = {name: each for name, each in _plain_of(callback).items() if name not in begun or begun[name] != each}
     if not _of_keras(callback):
         return {"anew": bool(changed) and not type(callback).__module__.startswith("tfps.")}
-    lists = {}
+    lists, kept = {}, {}
     for name, value in vars(callback).items():
         if isinstance(value, (list, tuple)) and value and all(isinstance(each, np.ndarray) for each in value):
             lists[name] = len(value)
             arrays |= {f"{key}/{name}/{number}": each for number, each in enumerate(value)}
-    return {"changed": changed, "lists": lists}
+            kept |= {f"{name}/{place}": each.said for place, each in enumerate(value) if isinstance(each, KeptRows)}
+    return {"changed": changed, "lists": lists, "kept": kept}
 
 
 def set_found(key: str, callback: Callback, found: Json, snapshot: Snapshot) -> bool:
@@ -338,7 +340,10 @@ def set_found(key: str, callback: Callback, found: Json, snapshot: Snapshot) -> 
     for name, value in found.get("changed", {}).items():
         setattr(callback, name, value)
     for name, count in found.get("lists", {}).items():
-        setattr(callback, name, [snapshot.arrays[f"{key}/{name}/{number}"] for number in range(count)])
+        values = [snapshot.arrays[f"{key}/{name}/{number}"] for number in range(count)]
+        said = [found["kept"].get(f"{name}/{number}") for number in range(count)]
+        values = [KeptRows.of(each, of) if of else each for each, of in zip(values, said, strict=True)]
+        setattr(callback, name, values)
     if isinstance(callback, keras.callbacks.CSVLogger) and callback.csv_file is not None:
         callback.csv_file.seek(0, os.SEEK_END)  # the others have written lines since it was opened
     return not found.get("anew", False)

@@ -464,7 +464,7 @@ def _save_rows(job: Job, request: pb.SaveRowsRequest) -> Fields:
     since = request.since if request.HasField("since") else None
     save = Save(request.bucket, request.step, request.folder, request.name, since, request.before, request.remove)
     with _held_table(job, request, meets=False) as item:
-        return _fields(item.save(save), "full")
+        return _fields(item.save(save, request.rank), "full")
 
 
 def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:

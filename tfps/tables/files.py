@@ -216,8 +216,16 @@ def read_table(table: Table, directories: str | Path | Sequence[str | Path], nam
     return {"step": step, "rows": table.stats().rows, "nbytes": nbytes, "slots": int(slots)}
 
 
-def save(table: Table, request: Save, lock: AbstractContextManager[object]) -> SavedRows:
-    """Writes this owner's shard, and removes what nobody needs any more; see `write_shard`."""
+def save(table: Table, request: Save, lock: AbstractContextManager[object], rank: int = 0) -> SavedRows:
+    """Writes this owner's shard, and removes what nobody needs any more; see `write_shard`. Without a folder rows are
+    kept in memory; see `Table.keep`.
+    """
+    if not request.folder:
+        with lock:
+            table.forget(request.remove, rank)
+            if request.name:
+                table.keep(request.name, rank)
+            return SavedRows(table.step, table.stats().rows, 0)
     folder, since, before = request.folder, request.since, request.before
     found = write_shard(table, folder, request.name, since=since, before=before, lock=lock)
     if table.place == 0:
@@ -226,14 +234,26 @@ def save(table: Table, request: Save, lock: AbstractContextManager[object]) -> S
 
 
 def load(table: Table, request: Load) -> SavedRows:
-    """As `read_table`; without folders no id has a row, and all read as initial values of a seed, a decimal number."""
+    """As `read_table`. Without folders all read as what is kept under a name, or as initial values of a seed, a decimal
+    number: with a name slots stay, without one no id has a row.
+    """
     if request.folders:
         found = read_table(table, request.folders, request.name)
         return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
+    if request.name and not request.seed:
+        if not table.go_back(request.name):
+            raise ConfigError(
+                f"the rows of {table.label} that get_weights() has kept are gone: the pservers that had them have been "
+                "lost, or others have joined; what must outlive that is to be saved to files, by save_weights()"
+            )
+        return SavedRows(table.step, table.stats().rows, 0)
     try:
         number = int(request.seed)
     except ValueError as error:
         raise ConfigError(f"a table without rows must have a seed, got {request.seed!r}") from error
+    if request.name:
+        table.go_back_to_initial(number)
+        return SavedRows(table.step, table.stats().rows, 0)
     table.clear()
     table.begin_as(number, table.spec.initial)
     return SavedRows(0, 0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from tfps.tables import hashing
 from tfps.tables.gone import Gone
 from tfps.tables.index import MOST_POSITIONS, PIECE, Positions
 from tfps.tables.initial import Initial
+from tfps.tables.kept import Kept
 from tfps.tables.merging import One, Part, Several, first_repeated, merged
 from tfps.tables.sketch import Sketch
 from tfps.tables.spec import MOST_STEP, TableSpec
@@ -76,6 +77,7 @@ class Table:
         self._limit = None if spec.max_rows is None else -(-spec.max_rows // count)
         self._sketch = Sketch(spec.admit_after) if spec.admit_after > 1 else None
         self._gone = Gone()
+        self._kept: dict[str, Kept] = {}  # by name
         self._each = max(CHUNK // spec.dim, 1)  # rows that are worked on at a time
         self._made = self._evicted = self._expired = self._refused = 0
         self._ahead = 0  # by so many steps the newest is ahead of the job's; see `follow`
@@ -136,6 +138,7 @@ class Table:
         step = self._checked_step(step)
         if checked:
             gradients = merged(checked)
+            self._keep(gradients.ids)
             positions = self._find_or_make(gradients.ids, step)
             self._apply(gradients, positions, dict(zip(names, scalars.values, strict=True)), step)
         self._pass(step)
@@ -153,6 +156,7 @@ class Table:
     def stats(self) -> TableStats:
         """See there."""
         used = self._stored.nbytes + self._gone.nbytes + (self._sketch.nbytes if self._sketch else 0)
+        used += sum(kept.nbytes for kept in self._kept.values())
         return TableStats(self._stored.rows, used, self._made, self._evicted, self._expired, self._refused)
 
     def _checked(self, ids: Ids) -> Ids:
@@ -283,8 +287,77 @@ class Table:
 
     def _remove(self, positions: Positions, step: int) -> None:
         if positions.size:
-            self._gone.add(step, self._stored.ids_at(positions), self._stored.rows - positions.size)
+            ids = self._stored.ids_at(positions)
+            self._keep(ids)
+            self._gone.add(step, ids, self._stored.rows - positions.size)
             self._stored.remove(positions)
+
+    # Going back
+
+    def keep(self, name: str, rank: int = 0) -> None:
+        """Keeps the rows as they are now under `name`, for `go_back`, until all ranks that have called this `forget`.
+
+        What is kept under that name already stays as it is.
+        """
+        self._kept.setdefault(name, Kept(self.spec, self._step)).holders.add(rank)
+
+    def keeps(self, name: str) -> bool:
+        return name in self._kept
+
+    def forget(self, names: Iterable[str], rank: int = 0) -> None:
+        for name in names:
+            if (kept := self._kept.get(name)) is not None:
+                kept.holders.discard(rank)
+                if not kept.holders:
+                    del self._kept[name]
+
+    def go_back(self, name: str) -> bool:
+        """All ids read as when `keep(name)` was called, rows of ids that had none then as their initial values; False:
+        nothing is kept under `name`, and nothing has changed.
+
+        Slots stay, as those of an optimizer do when a program assigns weights; those of a row that has gone since begin
+        anew. Counts as an update of what has changed, in the newest step.
+        """
+        if (kept := self._kept.get(name)) is None:
+            return False
+        self.sweep()  # before it is known what has gone
+        self._read_as(kept.spec)
+        for ids, _, there in kept.pieces() if self._limit is not None else ():
+            positions = self._stored.find(ids[~there])  # else rows of other ids might go for these
+            self._remove(positions[positions >= 0], self._step)
+        for ids, rows, there in kept.pieces():
+            chosen = there | (self._stored.find(ids) >= 0)
+            self.assign(ids[chosen], rows[chosen])
+        return True
+
+    def go_back_to_initial(self, seed: int) -> None:
+        """All ids read as their initial values of `seed`; see `go_back`."""
+        self.sweep()
+        self._read_as(dataclasses.replace(self.spec, seed=seed))
+        for positions in self._stored.stamped(1, MOST_STEP + 1):
+            if self._limit is not None:
+                self._remove(positions, self._step)
+                continue
+            for begin in range(0, positions.size, self._each):
+                ids = self._stored.ids_at(positions[begin : begin + self._each])
+                self.assign(ids, self.spec.initial.values(seed, ids, self.spec.dim))
+
+    def _read_as(self, spec: TableSpec) -> None:
+        if (spec.seed, spec.initial) != (self.spec.seed, self.spec.initial):
+            self.begin_as(spec.seed, spec.initial)
+            self._gone.begin(self._step + 1)  # so the next save, which says how ids without rows read, is a full one
+
+    def _keep(self, ids: Ids) -> None:
+        """Keeps what unique `ids` read as, before that changes."""
+        for kept in self._kept.values():
+            new = kept.new(ids)
+            for begin in range(0, new.size, self._each):
+                some = new[begin : begin + self._each]
+                positions = self._find(some, kept.step)
+                there = positions >= 0
+                rows = kept.spec.initial.values(kept.spec.seed, some, kept.spec.dim)
+                rows[there] = self._stored.arrays[0].array.take(positions[there], axis=0)
+                kept.add(some, rows, there)
 
     # Rows are saved and restored
 
@@ -329,6 +402,8 @@ class Table:
 
     def clear(self) -> None:
         """Removes all rows and gives their memory back; the newest step is -1 again. Counts since the start remain."""
+        for positions in self._stored.stamped(1, MOST_STEP + 1) if self._kept else ():
+            self._keep(self._stored.ids_at(positions))
         if self._sketch is not None:
             self._sketch = Sketch(self.spec.admit_after)
         self._gone.begin(self._step + 1)
@@ -358,6 +433,7 @@ class Table:
             own = np.flatnonzero(self.spec.owners(some, self.count) == self.place)
             if not own.size:
                 continue
+            self._keep(some[own])
             positions = self._stored.find(some[own])
             missing = np.flatnonzero(positions < 0)
             positions[missing] = self._stored.place(some[own[missing]])
@@ -372,6 +448,7 @@ class Table:
         """
         part = self._checked_part(ids, rows)
         self.sweep()  # what is past its time has no slots to keep
+        self._keep(part.ids)
         positions = self._stored.find(part.ids)
         missing = np.flatnonzero(positions < 0)
         positions[missing] = self._make(part.ids[missing])
@@ -395,6 +472,7 @@ class Table:
     def remove(self, ids: Ids) -> None:
         """Removes the rows of `ids` (unique), if they are here, for a restore: they are in no count, nor in `gone`."""
         for begin in range(0, ids.size, PIECE):
+            self._keep(ids[begin : begin + PIECE])
             positions = self._stored.find(ids[begin : begin + PIECE])
             self._stored.remove(positions[positions >= 0])
         self._gone.begin(self._step + 1)
@@ -402,7 +480,9 @@ class Table:
     def remove_owned(self, place: int, count: int) -> None:
         """Likewise all rows that `place` of `count` pservers would own."""
         for positions in self._stored.stamped(1, MOST_STEP + 1):
-            self._stored.remove(positions[self.spec.owners(self._stored.ids_at(positions), count) == place])
+            owned = positions[self.spec.owners(self._stored.ids_at(positions), count) == place]
+            self._keep(self._stored.ids_at(owned))
+            self._stored.remove(owned)
 
     def begin_as(self, seed: int, initial: Initial) -> None:
         """Ids without a row read as these initial values from now on; for a table that has been cleared."""
