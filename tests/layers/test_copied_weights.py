@@ -85,9 +85,7 @@ def on_pservers(cluster: Cluster) -> Iterator[None]:
 
 @KIND
 @pytest.mark.parametrize("program", [best_weights, folds])
-def test_weights_come_back_as_in_keras(
-    kind: str, program: Callable[[Model], list[Array]], cluster: Cluster
-) -> None:
+def test_weights_come_back_as_in_keras(kind: str, program: Callable[[Model], list[Array]], cluster: Cluster) -> None:
     expected = program(built("keras"))
     found = program(built(kind))
     with on_pservers(cluster):

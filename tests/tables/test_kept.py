@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.tables.table_model import int64, scalars_of, spec_of
+from tfps.errors import ConfigError
 from tfps.exchange.requests import Load
 from tfps.tables import files
 from tfps.tables.spec import TableSpec
@@ -23,6 +24,14 @@ def slots_of(table: Table) -> dict[int, bytes]:
         for chunk in table.chunks()
         for at, id_ in enumerate(chunk.ids.tolist())
     }
+
+
+def keep(table: Table, name: str, rank: int = 0) -> None:
+    table.moments.keep(name, rank, table.spec, table.step)
+
+
+def go_back(table: Table, name: str, seed: str = "") -> None:
+    files.load(table, Load(0, 0, (), name, name, seed=seed))
 
 
 class Run:
@@ -56,13 +65,13 @@ def test_all_ids_read_as_they_did_whatever_has_happened_since(limits: dict[str, 
         table = run.table
         run.happens(int(run.random.integers(0, 10)))
         first = table.lookup(POOL)
-        table.keep("first")
+        keep(table, "first")
         run.happens(6)
         second = table.lookup(POOL)
-        table.keep("second")
+        keep(table, "second")
         run.happens(9)
         before = slots_of(table)
-        assert table.go_back("second")
+        go_back(table, "second")
         np.testing.assert_array_equal(table.lookup(POOL), second)
         after = slots_of(table)
         assert all(after[id_] == before[id_] for id_ in after.keys() & before.keys())  # slots stay
@@ -75,7 +84,7 @@ def test_all_ids_read_as_they_did_whatever_has_happened_since(limits: dict[str, 
         np.testing.assert_array_equal(table.lookup(POOL), other.table.lookup(POOL))
         run.step = other.step
         for _ in range(2):  # what is kept stays, also through a restore
-            assert table.go_back("first")
+            go_back(table, "first")
             np.testing.assert_array_equal(table.lookup(POOL), first)
             run.happens(4)
 
@@ -84,12 +93,12 @@ def test_rows_that_are_past_their_time_since_come_back() -> None:
     run = Run(spec_of(expire_after=17), 0)
     run.table.update([(POOL, run.rows(len(POOL)))], scalars_of(run.table.spec), 0)
     then = run.table.lookup(POOL)
-    run.table.keep("then")
+    keep(run.table, "then")
     for step in range(1, 18):  # rows are swept in every second one: in the last they are there, and past their time
         run.table.update([], scalars_of(run.table.spec), step)
     assert run.table.stats().rows == len(POOL)
     assert not np.array_equal(run.table.lookup(POOL), then)
-    run.table.go_back("then")
+    go_back(run.table, "then")
     np.testing.assert_array_equal(run.table.lookup(POOL), then)
 
 
@@ -99,7 +108,7 @@ def test_going_back_to_initial_values_keeps_slots() -> None:
     run.happens(5)
     before = slots_of(run.table)
     seed = str(run.table.spec.seed)
-    files.load(run.table, Load(0, 0, (), "initial", "initial", seed=seed))
+    go_back(run.table, "initial", seed)
     np.testing.assert_array_equal(run.table.lookup(POOL), initial)
     assert slots_of(run.table) == before
 
@@ -107,10 +116,10 @@ def test_going_back_to_initial_values_keeps_slots() -> None:
 def test_what_has_changed_is_in_the_next_incremental_save(tmp_path: Path) -> None:
     run = Run(spec_of(), 0)
     run.happens(5)
-    run.table.keep("then")
+    keep(run.table, "then")
     run.happens(5)
     found = files.write_shard(run.table, tmp_path / "1", "user", since=None)
-    run.table.go_back("then")
+    go_back(run.table, "then")
     files.write_shard(run.table, tmp_path / "2", "user", since=found["step"])
     other = Table(run.table.spec)
     files.read_table(other, [tmp_path / "1", tmp_path / "2"], "user")
@@ -122,14 +131,15 @@ def test_memory_is_that_of_what_has_changed_until_every_rank_has_forgotten() -> 
     run.happens(20)
     before = run.table.stats().memory_bytes
     for rank in (0, 1):
-        run.table.keep("then", rank)
+        keep(run.table, "then", rank)
     kept = run.table.stats().memory_bytes
     run.table.update([(POOL[:1], run.rows(1))], scalars_of(run.table.spec), run.step)
     assert run.table.stats().memory_bytes > kept
-    run.table.forget(["then"], 0)
-    run.table.forget(["other"], 1)
-    assert run.table.keeps("then")
-    run.table.forget(["then"], 1)
-    assert not run.table.keeps("then")
-    assert not run.table.go_back("then")
+    run.table.moments.forget(["then"], 0)
+    run.table.moments.forget(["other"], 1)
+    assert run.table.moments.get("then")
+    run.table.moments.forget(["then"], 1)
+    assert not run.table.moments.get("then")
+    with pytest.raises(ConfigError, match="gone"):
+        go_back(run.table, "then")
     assert run.table.stats().memory_bytes == before

@@ -160,13 +160,14 @@ class TableVariable(keras.Variable, UpdatesItself):
         """What `get_weights` has of it: while that lives, owners keep what the rows are now, as far as they change."""
         values = np.zeros(self.shape, np.float32)
         self.table.check_restored()
-        about = {"table": self.table.number, "name": _INITIAL, "seed": str(self.seed)}
-        if self.table.spec is None:
-            return KeptRows.of(values, about)
+        about = {"table": self.table.number, "name": _INITIAL, "seed": ""}
+        if self.table.spec is None:  # its seed may not be that of all ranks yet
+            own = self.strategy is None or self.strategy.num_workers == 1
+            return KeptRows.of(values, {**about, "seed": str(self.seed) if own else ""})
         policy = None if self.strategy is None else self.strategy.extended.policy
         alone = policy is None or policy.together
         held = self.table.keep(str(self.table.step) if alone or policy.state is None else f"at {policy.state}")
-        return KeptRows.of(values, None if held is None else {**about, "name": held.name, "seed": ""}, held)
+        return KeptRows.of(values, None if held is None else {**about, "name": held.name}, held)
 
     def assign(self, value: Value) -> None:
         """Goes back to what `numpy` has returned, as `set_weights` does; on every rank.
@@ -181,10 +182,11 @@ class TableVariable(keras.Variable, UpdatesItself):
                 "takes what get_weights of the same model has returned in this run, unchanged; other models and runs "
                 "get them by save_weights() and load_weights(), other values by load_rows(ids, rows) of the layer"
             )
-        if self.table.spec is not None:
-            self.table.go_back(said["name"], said["seed"])
-        elif said["seed"]:
-            self.seed = int(said["seed"])
+        seed = said["seed"] or str(self.seed)
+        if self.table.spec is None:
+            self.seed = int(seed)
+        else:
+            self.table.go_back(said["name"], seed if said["name"] == _INITIAL else "")
 
     def apply(self, gradient: Value, optimizer: Optimizer) -> None:
         """Sends it to the owners of the rows."""

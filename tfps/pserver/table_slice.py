@@ -165,8 +165,8 @@ class TableSlice(OwnedSlice):
         on since, but not this one.
         """
         with self.lock:
-            self.table.forget(request.remove, rank)
-            self._kept_at = {name: steps for name, steps in self._kept_at.items() if self.table.keeps(name)}
+            self.table.moments.forget(request.remove, rank)
+            self._kept_at = {name: steps for name, steps in self._kept_at.items() if self.table.moments.get(name)}
             now = {each: self.rounds.steps_of(each) for each in self.rounds.view.ranks}
             return self._kept_at.setdefault(request.name, now).get(rank, now[rank]) == now[rank]
 

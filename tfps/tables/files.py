@@ -15,6 +15,7 @@ counted is not saved: ids that have no row are counted anew.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -32,6 +33,7 @@ import numpy as np
 from tfps.errors import ConfigError
 from tfps.exchange.requests import Load, Save, SavedRows
 from tfps.exchange.update_spec import UpdateSpec
+from tfps.tables.kept import Piece
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Chunk, Table
 from tfps.types import Array, Json
@@ -222,9 +224,9 @@ def save(table: Table, request: Save, lock: AbstractContextManager[object], rank
     """
     if not request.folder:
         with lock:
-            table.forget(request.remove, rank)
+            table.moments.forget(request.remove, rank)
             if request.name:
-                table.keep(request.name, rank)
+                table.moments.keep(request.name, rank, table.spec, table.step)
             return SavedRows(table.step, table.stats().rows, 0)
     folder, since, before = request.folder, request.since, request.before
     found = write_shard(table, folder, request.name, since=since, before=before, lock=lock)
@@ -240,23 +242,31 @@ def load(table: Table, request: Load) -> SavedRows:
     if request.folders:
         found = read_table(table, request.folders, request.name)
         return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
-    if request.name and not request.seed:
-        if not table.go_back(request.name):
-            raise ConfigError(
-                f"the rows of {table.label} that get_weights() has kept are gone: the pservers that had them have been "
-                "lost, or others have joined; what must outlive that is to be saved to files, by save_weights()"
-            )
-        return SavedRows(table.step, table.stats().rows, 0)
-    try:
-        number = int(request.seed)
-    except ValueError as error:
-        raise ConfigError(f"a table without rows must have a seed, got {request.seed!r}") from error
-    if request.name:
-        table.go_back_to_initial(number)
-        return SavedRows(table.step, table.stats().rows, 0)
-    table.clear()
-    table.begin_as(number, table.spec.initial)
-    return SavedRows(0, 0, 0)
+    kept = table.moments.get(request.name)
+    if request.seed:
+        try:
+            spec = dataclasses.replace(table.spec, seed=int(request.seed))
+        except ValueError as error:
+            raise ConfigError(f"a table without rows must have a seed, got {request.seed!r}") from error
+        if not request.name:
+            table.clear()
+            table.begin_as(spec.seed, spec.initial)
+            return SavedRows(0, 0, 0)
+        table.go_back(spec, lambda: _as_initial(table, spec))
+    elif kept is not None:
+        table.go_back(kept.spec, kept.pieces)
+    else:
+        raise ConfigError(
+            f"the rows of {table.label} that get_weights() has kept are gone: the pservers that had them have been "
+            "lost, or others have joined; save what must outlive that to files, by save_weights()"
+        )
+    return SavedRows(table.step, table.stats().rows, 0)
+
+
+def _as_initial(table: Table, spec: TableSpec) -> Iterator[Piece]:
+    """The initial values of all that have rows."""
+    for ids, *_ in table.chunks():
+        yield Piece(ids, spec.initial.values(spec.seed, ids, spec.dim), np.zeros(ids.size, np.bool_))
 
 
 def remove_saves(folder: str | Path, names: Iterable[str]) -> None:

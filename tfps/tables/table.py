@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from tfps.tables import hashing
 from tfps.tables.gone import Gone
 from tfps.tables.index import MOST_POSITIONS, PIECE, Positions
 from tfps.tables.initial import Initial
-from tfps.tables.kept import Kept
+from tfps.tables.kept import Moments, Piece
 from tfps.tables.merging import One, Part, Several, first_repeated, merged
 from tfps.tables.sketch import Sketch
 from tfps.tables.spec import MOST_STEP, TableSpec
@@ -77,7 +77,7 @@ class Table:
         self._limit = None if spec.max_rows is None else -(-spec.max_rows // count)
         self._sketch = Sketch(spec.admit_after) if spec.admit_after > 1 else None
         self._gone = Gone()
-        self._kept: dict[str, Kept] = {}  # by name
+        self.moments = Moments()  # that `go_back` may go back to
         self._each = max(CHUNK // spec.dim, 1)  # rows that are worked on at a time
         self._made = self._evicted = self._expired = self._refused = 0
         self._ahead = 0  # by so many steps the newest is ahead of the job's; see `follow`
@@ -155,8 +155,9 @@ class Table:
 
     def stats(self) -> TableStats:
         """See there."""
-        used = self._stored.nbytes + self._gone.nbytes + (self._sketch.nbytes if self._sketch else 0)
-        used += sum(kept.nbytes for kept in self._kept.values())
+        used = (
+            self._stored.nbytes + self._gone.nbytes + (self._sketch.nbytes if self._sketch else 0) + self.moments.nbytes
+        )
         return TableStats(self._stored.rows, used, self._made, self._evicted, self._expired, self._refused)
 
     def _checked(self, ids: Ids) -> Ids:
@@ -294,70 +295,26 @@ class Table:
 
     # Going back
 
-    def keep(self, name: str, rank: int = 0) -> None:
-        """Keeps the rows as they are now under `name`, for `go_back`, until all ranks that have called this `forget`.
-
-        What is kept under that name already stays as it is.
-        """
-        self._kept.setdefault(name, Kept(self.spec, self._step)).holders.add(rank)
-
-    def keeps(self, name: str) -> bool:
-        return name in self._kept
-
-    def forget(self, names: Iterable[str], rank: int = 0) -> None:
-        for name in names:
-            if (kept := self._kept.get(name)) is not None:
-                kept.holders.discard(rank)
-                if not kept.holders:
-                    del self._kept[name]
-
-    def go_back(self, name: str) -> bool:
-        """All ids read as when `keep(name)` was called, rows of ids that had none then as their initial values; False:
-        nothing is kept under `name`, and nothing has changed.
+    def go_back(self, spec: TableSpec, pieces: Callable[[], Iterable[Piece]]) -> None:
+        """All ids read as `pieces` say, others as they do, or if they have no row as initial values of `spec`.
 
         Slots stay, as those of an optimizer do when a program assigns weights; those of a row that has gone since begin
-        anew. Counts as an update of what has changed, in the newest step.
+        anew. Counts as an update in the newest step.
         """
-        if (kept := self._kept.get(name)) is None:
-            return False
-        self.sweep()  # before it is known what has gone
-        self._read_as(kept.spec)
-        for ids, _, there in kept.pieces() if self._limit is not None else ():
-            positions = self._stored.find(ids[~there])  # else rows of other ids might go for these
-            self._remove(positions[positions >= 0], self._step)
-        for ids, rows, there in kept.pieces():
-            chosen = there | (self._stored.find(ids) >= 0)
-            self.assign(ids[chosen], rows[chosen])
-        return True
-
-    def go_back_to_initial(self, seed: int) -> None:
-        """All ids read as their initial values of `seed`; see `go_back`."""
-        self.sweep()
-        self._read_as(dataclasses.replace(self.spec, seed=seed))
-        for positions in self._stored.stamped(1, MOST_STEP + 1):
-            if self._limit is not None:
-                self._remove(positions, self._step)
-                continue
-            for begin in range(0, positions.size, self._each):
-                ids = self._stored.ids_at(positions[begin : begin + self._each])
-                self.assign(ids, self.spec.initial.values(seed, ids, self.spec.dim))
-
-    def _read_as(self, spec: TableSpec) -> None:
+        self.sweep()  # before pieces say what has gone
         if (spec.seed, spec.initial) != (self.spec.seed, self.spec.initial):
             self.begin_as(spec.seed, spec.initial)
             self._gone.begin(self._step + 1)  # so the next save, which says how ids without rows read, is a full one
+        for ids, _, there in pieces() if self._limit is not None else ():
+            positions = self._stored.find(ids[~there])  # else rows of other ids might go for these
+            self._remove(positions[positions >= 0], self._step)
+        for ids, rows, there in pieces():
+            chosen = there | (self._stored.find(ids) >= 0)
+            self.assign(ids[chosen], rows[chosen])
 
     def _keep(self, ids: Ids) -> None:
-        """Keeps what unique `ids` read as, before that changes."""
-        for kept in self._kept.values():
-            new = kept.new(ids)
-            for begin in range(0, new.size, self._each):
-                some = new[begin : begin + self._each]
-                positions = self._find(some, kept.step)
-                there = positions >= 0
-                rows = kept.spec.initial.values(kept.spec.seed, some, kept.spec.dim)
-                rows[there] = self._stored.arrays[0].array.take(positions[there], axis=0)
-                kept.add(some, rows, there)
+        """Notes what unique `ids` read as, before that changes."""
+        self.moments.note(ids, self._find, self._stored.arrays[0].array)
 
     # Rows are saved and restored
 
@@ -402,7 +359,7 @@ class Table:
 
     def clear(self) -> None:
         """Removes all rows and gives their memory back; the newest step is -1 again. Counts since the start remain."""
-        for positions in self._stored.stamped(1, MOST_STEP + 1) if self._kept else ():
+        for positions in self._stored.stamped(1, MOST_STEP + 1) if self.moments.nbytes else ():
             self._keep(self._stored.ids_at(positions))
         if self._sketch is not None:
             self._sketch = Sketch(self.spec.admit_after)
