@@ -51,6 +51,39 @@ def test_a_loaded_model_has_the_rows_and_trains_on_like_the_one_that_was_saved(t
     np.testing.assert_array_equal(loaded.layers[0].read_rows(IDS), user.read_rows(IDS))
 
 
+@pytest.mark.parametrize("order", ["LC", "RLC", "RCL", "CRL", "CL"])
+def test_slots_come_back_whenever_the_optimizer_gets_known(order: str, tmp_path: Path) -> None:
+    """Weights are loaded, rows assigned before that, and the model is compiled."""
+
+    def made() -> Model:
+        model = model_of()
+        model.layers[-1].trainable = False  # its slots are not in a file of weights
+        return keras.Model(model.inputs, model.outputs)
+
+    def compiled(model: Model) -> None:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adagrad(0.5), loss, jit_compile=False)
+
+    def fitted(model: Model) -> Array:
+        model.fit(*data(), batch_size=16, shuffle=False, verbose=0)
+        rows: Array = model.layers[1].read_rows(IDS)
+        return rows
+
+    model, path = made(), tmp_path / "model.weights.h5"
+    compiled(model)
+    fitted(model)
+    model.save_weights(path)
+    expected, again = fitted(model), made()
+    steps = {
+        "R": lambda: again.layers[1].load_rows(IDS, np.ones((len(IDS), DIM))),
+        "C": lambda: compiled(again),
+        "L": lambda: again.load_weights(path),
+    }
+    for step in order:
+        steps[step]()
+    np.testing.assert_array_equal(fitted(again), expected)
+
+
 def test_a_model_that_was_never_trained_needs_no_folder(tmp_path: Path) -> None:
     model = model_of()
     model.save(tmp_path / "model.keras")

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfps.embeddings.variable import TableVariable, all_tables, tables_of, update_spec
+from tfps.embeddings.variable import TableVariable, all_tables, tables_of
 from tfps.errors import ConfigError, UnsupportedError
-from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks.checkpoint import (
     StrPath,
@@ -130,22 +129,19 @@ def _exported(model: Model) -> None:
 def _declared(model: Model) -> None:
     """Declares tables on all ranks, of which one may restore them alone."""
     for table in tables_of(model):
-        if table.table.spec is None:
-            table.table.declare(table.spec(_update_of(table, model.optimizer)))
+        if table.undecided:
+            table.declare(model.optimizer)
 
 
 def _restore(
     table: TableVariable, folders: Sequence[Path], name: str, identity: str, optimizer: Optimizer | None
 ) -> None:
-    if table.table.spec is None:
-        known = table.optimizer is not None or optimizer is not None
-        update = _update_of(table, optimizer) if known else saved_update(folders[-1], name)
-        table.table.declare(table.spec(update))
+    if table.undecided:  # else its slots are those that the optimizer has
+        if table.optimizer is not None or optimizer is not None:
+            table.declare(optimizer)
+        else:
+            table.declare_for_now(saved_update(folders[-1], name))
     table.table.load([str(each.absolute()) for each in folders], name, identity, alone=restores_alone.get())
-
-
-def _update_of(table: TableVariable, optimizer: Optimizer) -> UpdateSpec:
-    return update_spec(table.optimizer or optimizer, table.dim)
 
 
 saved_beside.append(_saved)

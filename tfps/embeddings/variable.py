@@ -29,6 +29,7 @@ from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gradients
 from tfps.graph.tf_private import identities, in_xla, ops
 from tfps.keras_hooks.kept_rows import KeptRows
+from tfps.keras_hooks.keras_private import decays
 from tfps.policies.remote_optimizers import READINGS, constants_of, reading_of, step_scalars
 from tfps.runtime.runtime import Runtime
 from tfps.tables.initial import Initial
@@ -82,6 +83,7 @@ class TableVariable(keras.Variable, UpdatesItself):
         self.strategy = self._strategy if isinstance(self._strategy, BaseStrategy) else None  # of tfps
         self.dim, self.rows, self.optimizer = dim, rows, optimizer
         self._initial, self._settings = initial, settings
+        self.undecided = True  # whether it has not been declared for the optimizer that is to update it
         if self.strategy is not None:
             extended = self.strategy.extended
             runtime, replicas = extended.runtime, len(extended.worker_devices)
@@ -97,6 +99,11 @@ class TableVariable(keras.Variable, UpdatesItself):
             _all[self.table.number] = self
         if optimizer is not None:
             update_spec(optimizer, dim)  # which may refuse
+
+    @property
+    def name(self) -> str:
+        """That of the variable in Keras' layer: optimizers exclude variables by it (`exclude_from_weight_decay`)."""
+        return "embeddings"
 
     @property
     def _replica(self) -> int:
@@ -147,13 +154,23 @@ class TableVariable(keras.Variable, UpdatesItself):
         return TableSpec(self.dim, self.rows, self.table.seed, self._initial, update, **self._settings)
 
     def declare(self, optimizer: Optimizer) -> None:
-        self.table.declare(self.spec(update_spec(self.optimizer or optimizer, self.dim)))
+        self.table.declare(self.spec(self.update_by(optimizer)))
+        self.undecided = False
+
+    def declare_for_now(self, update: UpdateSpec) -> None:
+        """Declares it while its optimizer may not be known: `declare` does so again, and what restores slots, before."""
+        self.table.declare(self.spec(update))
+        self.undecided = self.optimizer is None
+
+    def update_by(self, optimizer: Optimizer) -> UpdateSpec:
+        """How its rows are updated: by its own optimizer, if it has one; see `update_spec`."""
+        return update_spec(self.optimizer or optimizer, self.dim, self)
 
     def load(self, ids: Array, rows: Array) -> None:
         """Replaces rows [n, dim] of `ids`, each once."""
-        if self.table.spec is None:  # its optimizer may not be known yet: it is declared again then
+        if self.table.spec is None:
             plain = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (self.dim,), (False,))
-            self.table.declare(self.spec(plain if self.optimizer is None else update_spec(self.optimizer, self.dim)))
+            self.declare_for_now(plain if self.optimizer is None else self.update_by(self.optimizer))
         self.table.assign(ids, rows)
 
     def numpy(self) -> KeptRows:
@@ -249,8 +266,8 @@ def prefetch(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[St
             variable.table.prefetch(batches)
 
 
-def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:
-    """How rows of `dim` floats are updated by `optimizer`.
+def update_spec(optimizer: Optimizer, dim: int, variable: Variable = None) -> UpdateSpec:
+    """How rows of `dim` floats are updated by `optimizer`, which may exclude their `variable` from its weight decay.
 
     Raises:
         UnsupportedError: it has no rule by row.
@@ -262,9 +279,9 @@ def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:
                 f"an optimizer of tables must have no {name}, which needs all rows or several steps, got "
                 f"{name}={getattr(optimizer, name)!r} of {type(optimizer).__name__}; {_OWN}"
             )
-    decays, slots = bool(optimizer.weight_decay), _slots(reading.rule, optimizer)
-    constants = constants_of(optimizer, reading, decays=decays)
-    return UpdateSpec(reading.rule, constants, tuple(slots.items()), (dim,), (decays,))
+    decayed = bool(optimizer.weight_decay) and (variable is None or decays(optimizer, variable))
+    constants, slots = constants_of(optimizer, reading, decays=decayed), _slots(reading.rule, optimizer)
+    return UpdateSpec(reading.rule, constants, tuple(slots.items()), (dim,), (decayed,))
 
 
 def _slots(rule: str, optimizer: Optimizer) -> dict[str, float]:

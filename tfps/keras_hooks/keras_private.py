@@ -217,6 +217,14 @@ def decays(optimizer: Optimizer, variable: Variable) -> bool:
     return bool(optimizer._use_weight_decay(variable))
 
 
+def with_exclusions(optimizer: Optimizer, other: Optimizer) -> Optimizer:
+    """`optimizer`, which now excludes from weight decay what `other` does: their configs lack that."""
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(other, name):
+            setattr(optimizer, name, getattr(other, name))
+    return optimizer
+
+
 def trained_variables(optimizer: Optimizer) -> list[Variable]:
     """Returns the variables that `optimizer` was built for."""
     return list(optimizer._trainable_variables)
