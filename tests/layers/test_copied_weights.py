@@ -117,6 +117,22 @@ def test_what_has_no_rows_is_not_assigned() -> None:
     np.testing.assert_array_equal(rows_of(model), rows)
 
 
+def test_parameters_are_those_of_rows(cluster: Cluster) -> None:
+    """Of a table for any id those that there are."""
+    plain, fixed = built("keras"), built("fixed")
+    assert fixed.count_params() == plain.count_params()
+    lines: list[str] = []
+    fixed.summary(print_fn=lines.append)
+    assert "205 (820.00 B)" in "".join(lines)
+    assert [each.count_params() for each in fixed.layers] == [each.count_params() for each in plain.layers]
+    with on_pservers(cluster):
+        model = built("any")
+        assert model.layers[1].count_params() == 0
+        model.fit(X[:5], Y[:5], **OPTIONS)
+        assert model.layers[1].count_params() == 15 * DIM
+        assert model.count_params() == 15 * DIM + plain.layers[-1].count_params()
+
+
 def test_pservers_forget_what_no_program_holds(cluster: Cluster) -> None:
     """At the latest where rows are looked up outside of a step."""
     pserver = cluster.pserver(1)

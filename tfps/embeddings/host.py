@@ -294,6 +294,10 @@ class HostTable:
         unique, places = np.unique(ids, return_inverse=True)
         return self.lookup_now(unique, self.step)[places.reshape(-1)]
 
+    def count(self) -> int:
+        """How many rows there are."""
+        return 0 if self.bucket == UNDECLARED else self._tables.save(Save(self.bucket, 0, "", "")).rows
+
     def save(self, folder: str, name: str, since: int | None = None) -> SavedRows:
         """Writes files; see `Save`. It must have been declared."""
         self.check_restored()

@@ -149,6 +149,11 @@ class TableVariable(keras.Variable, UpdatesItself):
             with tf.init_scope():
                 self.table.seed = int(self._seed.values[0].numpy())
 
+    @property
+    def parameters(self) -> int:
+        """Floats of all its rows: of a table for any id those that there are now."""
+        return self.dim * (self.table.count() if self.rows is None else self.rows)
+
     def spec(self, update: UpdateSpec) -> TableSpec:
         self._take_seed()
         return TableSpec(self.dim, self.rows, self.table.seed, self._initial, update, **self._settings)
@@ -158,7 +163,7 @@ class TableVariable(keras.Variable, UpdatesItself):
         self.undecided = False
 
     def declare_for_now(self, update: UpdateSpec) -> None:
-        """Declares it while its optimizer may not be known: `declare` does so again, and what restores slots, before."""
+        """Declares it while its optimizer may not be known; `declare`, or what restores slots, does so again."""
         self.table.declare(self.spec(update))
         self.undecided = self.optimizer is None
 

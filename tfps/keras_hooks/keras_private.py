@@ -60,6 +60,7 @@ with _fitting():
     from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer as OrderedEnqueuer
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+    from keras.src.utils import summary_utils as summary_utils  # counts parameters (embeddings/counting.py)
 
     # What hooks replace attributes of.
     needs(nn_module, "conv")
