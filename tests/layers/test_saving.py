@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import resource
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from jobs import Cluster
 
 import tfps
@@ -140,6 +142,19 @@ def test_what_cannot_have_rows_beside_it_is_refused(tmp_path: Path) -> None:
         model.save("gs://bucket/model.keras")
     with pytest.raises(UnsupportedError, match="to_embedding"):
         model.export(tmp_path / "exported")
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(UnsupportedError, match=r"model\.save"):
+            copied(model.layers[0])
+    for saved in ({"model": model}, {"optimizer": model.optimizer}):
+        with pytest.raises(UnsupportedError, match=r"user/rows'.*model\.save"):
+            tf.train.Checkpoint(**saved).write(str(tmp_path / "checkpoint"))
+    plain = keras.Sequential([keras.Input((6,), dtype="int64"), keras.layers.Embedding(9, DIM, name="user")])
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    with pytest.raises(ValueError, match="load_rows"):
+        keras.Sequential(model.layers[:1]).load_weights(tmp_path / "plain.weights.h5")
+    model.compile(keras.optimizers.Adam(use_ema=True), model.loss, jit_compile=False)
+    with pytest.raises(UnsupportedError, match="use_ema"):
+        model.fit(*data(), verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
 
 
 @pytest.fixture

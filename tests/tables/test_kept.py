@@ -13,7 +13,7 @@ from tfps.exchange.requests import Load
 from tfps.tables import files
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
-from tfps.types import Array
+from tfps.types import Array, Options
 
 POOL = int64(range(60))
 
@@ -59,7 +59,7 @@ class Run:
 @pytest.mark.parametrize(
     "limits", [{"rows": 60}, {}, {"expire_after": 5}, {"max_rows": 30}, {"expire_after": 9, "max_rows": 40}], ids=str
 )
-def test_all_ids_read_as_they_did_whatever_has_happened_since(limits: dict[str, int], tmp_path: Path) -> None:
+def test_all_ids_read_as_they_did_whatever_has_happened_since(limits: Options, tmp_path: Path) -> None:
     for seed in range(8):
         run = Run(spec_of(**limits), seed)
         table = run.table

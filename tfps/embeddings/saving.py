@@ -62,7 +62,13 @@ def save_reference(table: TableVariable, store: Argument) -> None:
 
 def load_reference(table: TableVariable, store: Argument) -> None:
     """Takes what `save_reference` has noted: the rows follow, before any of them is read."""
-    reference, seed = (bytes(np.asarray(store[name], np.uint8)).decode() for name in (_REFERENCE, _SEED))
+    try:
+        reference, seed = (bytes(np.asarray(store[name], np.uint8)).decode() for name in (_REFERENCE, _SEED))
+    except KeyError as error:
+        raise ConfigError(
+            f"the file does not say where the rows of table {table.path!r} are: it has the weights of another layer, "
+            "such as keras.layers.Embedding; load them into that one, and give its rows to load_rows(ids, rows)"
+        ) from error
     if table.table.spec is None:
         table.seed = int(seed)
     table.table.awaits = reference or ("" if table.table.spec is None else f"{_NO_ROWS}{seed}")
@@ -118,11 +124,12 @@ def _loaded(model: Model, filepath: StrPath) -> None:
             _restore(table, [folder], name, reference, getattr(model, "optimizer", None))
 
 
-def _exported(model: Model) -> None:
+def _exported(model: Model, what: str) -> None:
     if tables := tables_of(model):
         raise UnsupportedError(
-            f"the rows of table {tables[0].path!r} are on pservers and cannot be in a SavedModel: build the model that "
-            "serves with layer.to_embedding() in the place of the layer, or write rows by layer.export_rows(path)"
+            f"the rows of table {tables[0].path!r} are on pservers and cannot be in {what}: save it by model.save, or "
+            "build the model that serves with layer.to_embedding() in the place of the layer, or write rows by "
+            "layer.export_rows(path)"
         )
 
 

@@ -187,8 +187,8 @@ class TableVariable(keras.Variable, UpdatesItself):
             own = self.strategy is None or self.strategy.num_workers == 1
             return KeptRows.of(values, {**about, "seed": str(self.seed) if own else ""})
         policy = None if self.strategy is None else self.strategy.extended.policy
-        alone = policy is None or policy.together
-        held = self.table.keep(str(self.table.step) if alone or policy.state is None else f"at {policy.state}")
+        barrier = None if policy is None or policy.together else policy.state
+        held = self.table.keep(str(self.table.step) if barrier is None else f"at {barrier}")
         return KeptRows.of(values, None if held is None else {**about, "name": held.name}, held)
 
     def assign(self, value: Value) -> None:
@@ -209,6 +209,19 @@ class TableVariable(keras.Variable, UpdatesItself):
             self.seed = int(seed)
         else:
             self.table.go_back(said["name"], seed if said["name"] == _INITIAL else "")
+
+    def _serialize_to_tensors(self) -> Structure:
+        raise self._not_in_checkpoints
+
+    def _restore_from_tensors(self, restored_tensors: Structure) -> Structure:
+        raise self._not_in_checkpoints
+
+    @property
+    def _not_in_checkpoints(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"the rows of table {self.path!r} are on pservers and cannot be in a tf.train.Checkpoint: save the "
+            "compiled model by model.save('name.keras'), which has its optimizer, too, or by model.save_weights"
+        )
 
     def apply(self, gradient: Value, optimizer: Optimizer) -> None:
         """Sends it to the owners of the rows."""

@@ -278,7 +278,7 @@ restores_alone = contextvars.ContextVar("restores_alone", default=False)
 saved_beside: list[Callable[[Model, StrPath], contextlib.AbstractContextManager[object]]] = []
 loaded_beside: list[Callable[[Model, StrPath], object]] = []
 before_restoring: list[Callable[[Model], object]] = []  # called with the model, on all ranks
-before_exporting: list[Callable[[Model], object]] = []  # which may refuse
+before_exporting: list[Callable[[Model, str], object]] = []  # called with what is written, too; may refuse
 _CALLED = "as `Model.save`, however a program has imported what calls it"
 
 
@@ -357,7 +357,7 @@ replaces(saving_lib, "_save_model_to_fileobj", _OUTER, "pickles global parameter
 def _export(original: Function, model: Model, *args: object, **options: object) -> object:
     """Rank 0 writes the folder, with global parameters; what is not in a model's memory cannot be in it."""
     for check in before_exporting:
-        check(model)
+        check(model, "a SavedModel")
     return _export_under_strategy(original, model, *args, **options)
 
 
@@ -524,7 +524,9 @@ class _Discarding:
 
 
 def _set_orbax_model(original: Function, callback: Callback, model: Model) -> None:
-    """Rank 0 writes, all refuse what ModelCheckpoint refuses."""
+    """Rank 0 writes, all refuse what ModelCheckpoint refuses, and what is not in a model's memory."""
+    for check in before_exporting:
+        check(model, "a checkpoint of Orbax")
     strategy = strategy_of(model)
     if strategy is not None and strategy.rank > 0:  # it reads what rank 0 saves, which may take all ranks
         callback.checkpointer.close()

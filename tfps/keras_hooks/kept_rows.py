@@ -32,7 +32,7 @@ class KeptRows(np.ndarray):
     def __array_finalize__(self, other: Argument) -> None:
         self.said = self.holder = None
 
-    def copy(self, *args: Argument, **options: Argument) -> KeptRows:  # type: ignore[override]  # in any order
+    def copy(self, *args: Argument, **options: Argument) -> KeptRows:
         copied: Array = super().copy(*args, **options)
         return KeptRows.of(copied, self.said, self.holder)
 

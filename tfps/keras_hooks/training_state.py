@@ -324,7 +324,8 @@ def found_by(key: str, callback: Callback, arrays: dict[str, Array]) -> Json:
     changed = {name: each for name, each in _plain_of(callback).items() if name not in begun or begun[name] != each}
     if not _of_keras(callback):
         return {"anew": bool(changed) and not type(callback).__module__.startswith("tfps.")}
-    lists, kept = {}, {}
+    lists: dict[str, int] = {}
+    kept: dict[str, Json] = {}
     for name, value in vars(callback).items():
         if isinstance(value, (list, tuple)) and value and all(isinstance(each, np.ndarray) for each in value):
             lists[name] = len(value)
