@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 class Kept:
-    """The moment at which the newest step of a table was `step`, and its ids without rows read as `spec` says."""
+    """The moment at which the latest step of a table was `step`, and its ids without rows read as `spec` says."""
 
     def __init__(self, spec: TableSpec, step: int) -> None:
         self.spec, self.step = spec, step
@@ -95,7 +95,7 @@ class Moments:
 
     def note(self, ids: Ids, find: Callable[[Ids, int], Positions], rows: Floats) -> None:
         """Before rows of unique `ids` change: `find(ids, step)` has their positions in `rows`, -1 where the table had
-        none when `step` was its newest.
+        none when `step` was its latest.
         """
         for kept in self._kept.values():
             kept.note(ids, find, rows)
