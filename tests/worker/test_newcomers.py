@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import jobs
 import numpy as np
 import pytest
-from jobs import Cluster, Pending, attempt, bucket, declare, poll, push, summed, together
+from jobs import Cluster, Failed, Pending, attempt, bucket, declare, poll, push, summed, together
 
 from tfps.config import Config
-from tfps.errors import ConnectError, MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
+from tfps.errors import ConnectError, JoinError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import elastic
@@ -111,7 +111,7 @@ def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> No
     assert newcomer.declare([TOTAL, WORDS][:1]) == [1]
     total = push(newcomer, 1, ONES[:2]).wait()
     assert (summed(total).tolist(), list(total.ranks)) == ([1.0, 1.0], [2])
-    with pytest.raises(UnsupportedError, match=r"rank 2: a worker can join a job under way in model.fit only"):
+    with pytest.raises(JoinError, match=r"rank 2: a worker can join a job under way in model.fit only"):
         push(newcomer, 0, ONES).wait()
     with newcomer.joining.trying_out():
         assert summed(push(newcomer, 0, ONES).wait()).tolist() == [1.0] * 750
@@ -145,6 +145,13 @@ def test_a_newcomer_to_a_training_that_is_over_learns_it(under_way: Job) -> None
     assert newcomer.joining.candidate
 
 
+def test_a_newcomer_whom_nobody_can_let_in_any_more_ends(under_way: Job) -> None:
+    failed = Failed(under_way.newcomer())
+    for worker in under_way.workers:
+        worker.close()
+    failed.wait(WorkerLostError, ", the last of the job, has left")
+
+
 def test_a_newcomer_waits_for_a_while_only(cluster: Cluster) -> None:
     config = dataclasses.replace(GOES_ON, rejoin_timeout_s=0.1)
     job = Job(cluster, config=config)
@@ -157,7 +164,7 @@ def test_a_newcomer_waits_for_a_while_only(cluster: Cluster) -> None:
 
 def test_another_program_is_refused_and_the_others_go_on(under_way: Job) -> None:
     newcomer = under_way.newcomer()
-    with pytest.raises(MismatchError, match=r"rank 2 joins a job under way, and declares what that has not declared"):
+    with pytest.raises(JoinError, match=r"rank 2 joins a job under way, and declares what that has not declared"):
         newcomer.declare([bucket(12, name="another model")])
     newcomer.close()
     under_way.exchange(under_way.workers)
@@ -179,7 +186,7 @@ def test_what_cannot_be_joined_is_named(cluster: Cluster) -> None:
     made = cluster.workers(addresses, 2, config=config)
     made[1].close("SIGTERM")
     (error,) = attempt(functools.partial(cluster.worker, addresses, config=config))
-    assert isinstance(error, UnsupportedError)
+    assert isinstance(error, JoinError)
     assert "with mode='sync' only" in str(error)
 
 

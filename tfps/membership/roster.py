@@ -158,6 +158,11 @@ class Roster:
         """Ranks that have left or died, and without which the others cannot go on."""
         return [rank for rank in self.view.ranks if rank in self.members and self.members[rank].state is State.GONE]
 
+    def too_late(self) -> list[int]:
+        """Ranks of candidates that nobody can let in: all who took part are gone."""
+        here = [rank for rank, member in self.members.items() if member.state is not State.GONE]
+        return [] if not self.takes_candidates or set(here) & set(self.view.ranks) else here
+
     # Changes
 
     def goes_on(self, fewer: int = 0) -> bool:

@@ -112,6 +112,8 @@ class Declarations:
         if not declaration.lines.keys() >= set(self._state.roster.view.ranks) or self._state.roster.not_streaming():
             return False
         self._state.shard.add(declaration.specs, declaration.steps)
+        if not self._state.roster.takes_candidates:
+            self._state.tell(True)
         declaration.agreed = self._state.roster.begun = self._state.roster.takes_candidates = True
         self._state.roster.restored = self._is_restored
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from tfps.config import MAX_SLICE_BYTES, Config
 from tfps.errors import (
+    OF_JOB,
     ClosedError,
     ConnectError,
-    MismatchError,
+    JoinError,
     ProtocolError,
     PserverLostError,
     TfpsError,
-    UnsupportedError,
     WorkerLostError,
 )
 from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, State
@@ -52,10 +52,21 @@ class Joined(NamedTuple):
 
 
 class Job:
-    """All a pserver knows of one job; any thread. A failure ends it for all members: calls raise it from then on."""
+    """All a pserver knows of one job; any thread. A failure ends it for all members: calls raise it from then on.
 
-    def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
-        self._state = state = JobState(view, name, recorder, errors, max_memory)
+    `tell`: see `on_job` of `ParameterServer`.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        name: str,
+        recorder: Recorder,
+        errors: ErrorCounts,
+        max_memory: int = 2**63,
+        tell: Callable[[bool], object] = lambda goes_on: None,
+    ) -> None:
+        self._state = state = JobState(view, name, recorder, errors, max_memory, tell)
         self.recording = state.recording
         self.counters = Counters(lambda: state.roster.view)
         self.rounds = Rounds(state)
@@ -106,7 +117,7 @@ class Job:
         with state.changed:
             joins = roster.takes_candidates and config.elastic and applicant.rank in (None, *roster.lost)
             if joins and not config.takes_newcomers:
-                raise UnsupportedError(
+                raise JoinError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
                     "on without it"
                 )
@@ -188,9 +199,9 @@ class Job:
             if isinstance(failure, PserverLostError) and state.shard.config.outlives_pservers:
                 state.fail(failure)  # all workers go on with other pservers
                 return
-            if not isinstance(failure, (MismatchError, ProtocolError)) and self.elastic.lose(
-                rank, f"failed: {failure}"
-            ):
+            text = str(failure)
+            why = text.removeprefix(f"{member} ") if text.startswith(f"{member} failed") else f"failed: {text}"
+            if not isinstance(failure, OF_JOB) and self.elastic.lose(rank, why):
                 return
             state.fail(failure)  # first, as above
         elif reason and self.elastic.lose(rank, f"left at step {member.step}: it ended with {reason}"):
@@ -198,8 +209,13 @@ class Job:
         with state.changed:
             member.reason = reason
             self._go(member)
+            late = roster.too_late()
+        for each in late:
+            self.elastic.lose(each, f"came too late: {member}, the last of the job, has left")
+        with state.changed:
             if state.failure is None and roster.over:
                 state.log("has ended: all its workers have left")
+                state.tell(False)
                 self.moving.remove_snapshots()
             state.changed.notify_all()
             if ended := state.recording.gone(rank):
