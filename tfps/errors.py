@@ -81,7 +81,7 @@ OF_JOB = (ConfigError, MismatchError, NonFiniteError, ProtocolError, Unsupported
 REFUSED = 76  # the exit code of a program that a JoinError ends: started again, it would be refused again
 
 _INNER = (str(Path(__file__).parent), str(Path(concurrent.futures.__file__).parent))  # folders
-_FAULT = "_tfps_fault"  # marks errors
+_FAULT, _SAVING = "_tfps_fault", "_tfps_saving"  # mark errors
 _MOST = 400  # characters of an error in a message to other ranks
 
 
@@ -93,6 +93,26 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             seen.append(each)
             yield each
             to_see += filter(None, (each.__cause__, each.__context__))
+
+
+@contextlib.contextmanager
+def saving(path: object) -> Iterator[None]:
+    """What writes a model to `path`, where the next worker would, too: what fails in it is an error of the job."""
+    try:
+        yield
+    except Exception as error:
+        vars(error).setdefault(_SAVING, str(path))
+        raise
+
+
+def of_job(error: BaseException) -> TfpsError | None:
+    """Returns what others are to know of `error`, which ends a worker's program, if it is an error of the job."""
+    for each in chain(error):
+        if isinstance(each, OF_JOB):
+            return each
+        if path := vars(each).get(_SAVING):
+            return ConfigError(f"{path} could not be saved: {in_a_line(each)}")
+    return None
 
 
 def in_a_line(error: BaseException) -> str:
