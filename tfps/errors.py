@@ -97,21 +97,24 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 @contextlib.contextmanager
 def saving(path: object) -> Iterator[None]:
-    """What writes a model to `path`, where the next worker would, too: what fails in it is an error of the job."""
+    """What saves a model to `path`, as another worker would in its place: what fails in it is an error of the job."""
     try:
         yield
     except Exception as error:
-        vars(error).setdefault(_SAVING, str(path))
+        setattr(error, _SAVING, str(path))
         raise
 
 
-def of_job(error: BaseException) -> TfpsError | None:
-    """Returns what others are to know of `error`, which ends a worker's program, if it is an error of the job."""
+def for_others(error: BaseException) -> TfpsError | None:
+    """Returns as what others are to know `error`, which ends a worker's program; None: it is this worker's own.
+
+    It is an error of the job, or the refusal of a worker that joins.
+    """
     for each in chain(error):
-        if isinstance(each, OF_JOB):
+        if isinstance(each, (*OF_JOB, JoinError)):
             return each
-        if path := vars(each).get(_SAVING):
-            return ConfigError(f"{path} could not be saved: {in_a_line(each)}")
+        if path := getattr(each, _SAVING, ""):
+            return ConfigError(f"could not save to {path}: {in_a_line(each)}")
     return None
 
 

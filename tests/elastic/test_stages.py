@@ -13,6 +13,8 @@ import pytest
 from _pytest.mark import ParameterSet
 from jobs import Cluster
 
+from tfps import errors
+
 HERE = Path(__file__).resolve().parent
 SCRIPT, TIMEOUT_S = "../elastic/staged.py", 240.0
 
@@ -114,7 +116,7 @@ def test_who_cannot_join_ends_alone_and_the_others_go_on(cluster: Cluster, tmp_p
     kind, leaves, differs, said = REFUSED[case]
     (mine, output), (code, refusal) = back(cluster, tmp_path, kind, leaves, differs)
     text = f"{output}\n{refusal}"
-    assert (mine, code) == (0, 1), text
+    assert (mine, code) == (0, errors.REFUSED), text
     assert said in refusal, text
     assert ("this worker cannot join the job under way" in refusal) != (differs == "variable"), text
     for own, its in zip(arrays(tmp_path, "0"), arrays(tmp_path, "plain"), strict=True):

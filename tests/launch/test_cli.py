@@ -231,6 +231,7 @@ def test_a_pserver_that_is_lost_starts_again_or_the_workers_go_on_with_the_other
     assert result.stdout.count("pushed") == 2
 
 
+HELPERS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])}
 _ENDS = """
 import atexit, pathlib, signal
 import jobs
@@ -249,6 +250,8 @@ def ended(rank, life):
 if how == "an error before the job begins":
     jobs.poll(lambda: has_come(0, 0) and has_come(1, 0))
     raise NameError("nothing")
+if how == "the end of the others" and rank == 1 and again:
+    jobs.poll(lambda: False)  # it is too slow to join
 addresses, name = os.environ["TFPS_PSERVERS"].split(","), os.environ["TFPS_JOB"]
 worker = Worker(addresses, rank=rank, job=name, config=Config.from_environment())
 atexit.register(worker.close)
@@ -257,12 +260,12 @@ if how == "a difference":
     if rank == 1:
         worker.fail(errors.MismatchError("the weights differ"))
     raise failed.wait()
-if how == "a refusal":
+if how in ("a refusal", "the end of the others"):
     if rank == 1 and not again:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         raise errors.JoinError("its weights differ")
-    jobs.poll(lambda: ended(1, 1))
+    jobs.poll(lambda: ended(1, 1) if how == "a refusal" else has_come(1, 1))
     worker.close()
     print("well")
 if how == "an error on one after the other":
@@ -283,9 +286,8 @@ if how == "an error on one after the other":
 def test_a_job_that_has_ended_with_an_error_is_not_begun_anew(
     write_script: WriteScript, tmp_path: Path, how: str, starts: int
 ) -> None:
-    more = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])}
     options = ("--workers", 2, "--min-workers", 1, "--restart", 2, "--grace", 20)
-    result = launch(*options, write_script(_ENDS), tmp_path, how, **more)
+    result = launch(*options, write_script(_ENDS), tmp_path, how, **HELPERS)
     assert result.returncode == 1, result.stderr
     assert result.stderr.count("it starts again") <= starts - 2, result.stderr
     assert "; the job is over, and is not begun anew; all others were ended" in result.stderr
@@ -293,9 +295,8 @@ def test_a_job_that_has_ended_with_an_error_is_not_begun_anew(
 
 
 def test_a_worker_that_was_refused_is_left_out_with_the_reason(write_script: WriteScript, tmp_path: Path) -> None:
-    more = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])}
     options = ("--workers", 2, "--min-workers", 1, "--restart", 2)
-    result = launch(*options, write_script(_ENDS), tmp_path, "a refusal", **more)
+    result = launch(*options, write_script(_ENDS), tmp_path, "a refusal", **HELPERS)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("it starts again") == 1
     assert (
@@ -303,6 +304,17 @@ def test_a_worker_that_was_refused_is_left_out_with_the_reason(write_script: Wri
         "1 worker goes on\n" in result.stderr
     )
     assert "[worker 0] well" in result.stdout
+
+
+def test_a_worker_that_comes_back_too_late_does_not_wait_for_the_others(
+    write_script: WriteScript, tmp_path: Path
+) -> None:
+    options = ("--workers", 2, "--min-workers", 1, "--restart", 2)
+    result = launch(*options, write_script(_ENDS), tmp_path, "the end of the others", **HELPERS)
+    assert result.returncode == 0, result.stderr
+    late, end = result.stderr.splitlines()[-2:]
+    assert late == "tfps_launch: worker 1 came too late: the job has ended"
+    assert end == "tfps_launch: 1 of 2 workers ended well"
 
 
 def test_too_few_workers_end_all(write_script: WriteScript, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tfps.config import Config
 from tfps.errors import ConnectError, JoinError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import elastic
 from tfps.wire.send_queue import SILENT_S
 from tfps.worker.worker import Worker
@@ -164,9 +165,15 @@ def test_a_newcomer_waits_for_a_while_only(cluster: Cluster) -> None:
 
 def test_another_program_is_refused_and_the_others_go_on(under_way: Job) -> None:
     newcomer = under_way.newcomer()
-    with pytest.raises(JoinError, match=r"rank 2 joins a job under way, and declares what that has not declared"):
+    with pytest.raises(
+        JoinError, match=r"rank 2 joins a job under way, and declares what that has not declared"
+    ) as refused:
         newcomer.declare([bucket(12, name="another model")])
+    newcomer.fail(refused.value)
     newcomer.close()
+    status = under_way.workers[0]._pservers[0].call("Status", pb.StatusRequest(details=True), jobs.DEADLINE_S)
+    assert f"which has not taken part yet, has left: {refused.value}" in status.changes[-1]
+    assert ("Join", "JoinError", 1) in [(each.where, each.error, each.count) for each in status.errors]
     under_way.exchange(under_way.workers)
 
 

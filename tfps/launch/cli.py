@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from tfps import __version__
 from tfps.errors import REFUSED, ConfigError, JoinError
-from tfps.launch.job import JOB, LOOPBACK, READY, START_S, Host, Job, Placement, Task, parse_hosts, secret_file
+from tfps.launch.job import LOOPBACK, READY, START_S, TOLD, Host, Job, Placement, Task, parse_hosts, secret_file
 
 if TYPE_CHECKING:
     from tfps.launch.engine import Engine
@@ -276,6 +276,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
 
     addresses: dict[int, str] = {}
     goes_on: dict[int, bool] = {}  # by pserver that runs, whether the job does, as it says
+    apart = set[int]()  # ranks that were started again and do not take part yet
     logging_in: dict[str, list[Process]] = {}
 
     def start(
@@ -291,8 +292,11 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         def on_line(line: str) -> None:
             if ready := READY.fullmatch(line):
                 addresses[index] = engine.reached_at(host, ready["address"])
-            if said := JOB.fullmatch(line):
-                goes_on[index] = said["what"] == "begins"
+            if said := TOLD.fullmatch(line):
+                if said["job"]:
+                    goes_on[index] = said["job"] == "begins"
+                else:
+                    apart.discard(int(said["worker"]))
 
         metrics_port = plan.metrics_port and plan.metrics_port + index
         port = int(addresses[index].rpartition(":")[2]) if index in addresses else 0  # it is started again
@@ -369,6 +373,12 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         # Where all pservers are lost a worker may have been so with them.
         return bool(goes_on) or ((worker.code or 0) > 0 and not explain(worker))
 
+    def too_late() -> list[Process]:
+        """Who would wait for a job that has ended: all others have ended, and some of them well."""
+        running = {rank: worker for rank, worker in enumerate(workers) if not worker.ended}
+        over = bool(goes_on) and not any(goes_on.values()) and any(worker.code == 0 for worker in workers)
+        return list(running.values()) if over and running and apart.issuperset(running) else []
+
     def is_over() -> bool:
         nonlocal begun
         begun = begun or bool(goes_on)
@@ -396,7 +406,11 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     if late := [worker for worker in workers if not (worker.answered or worker.ended or failed)]:
         return not_ready(late)
     while True:
-        supervisor.wait(lambda: is_over() or bool(waiting))
+        supervisor.wait(lambda: is_over() or bool(waiting or too_late()))
+        for worker in () if failed else too_late():
+            supervisor.say(f"{worker.command.title} came too late: the job has ended")
+            lost.append(worker)
+            supervisor.end([worker])
         if not waiting:
             break
         for index, pserver in enumerate(pservers):
@@ -406,6 +420,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         for rank, worker in enumerate(workers):
             if worker in waiting:
                 workers[rank] = start_worker(rank, place.workers[rank])
+                apart.add(rank)
         waiting.clear()
     if not failed:
         well = sum(worker.code == 0 for worker in workers)
@@ -465,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         given = dict(each.split("=", 1) for each in plan.variables if "=" in each)
         shown = wants_notes({**os.environ, **given}.get(LOG_LEVEL))
-        hidden = [JOB.fullmatch, *([] if shown else [NOTE.match])]
+        hidden = [TOLD.fullmatch, *([] if shown else [NOTE.match])]
         console = Console(sys.stdout, sys.stderr, log, lambda line: any(each(line) for each in hidden))
         supervisor = Supervisor(console, plan.grace_s)
         try:

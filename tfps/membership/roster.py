@@ -175,6 +175,7 @@ class Roster:
             return None
         if rank not in self.view.ranks:
             del self.members[rank]
+            self.changes.append(f"view {self.view.generation}: {member}, which has not taken part yet, {why}")
             return self.view, [
                 Log(f"has a candidate less: {member} {why}"),
                 Forget(rank, WorkerLostError(f"this candidate {why}")),

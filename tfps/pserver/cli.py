@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--tell",
         action="store_true",
-        help="say on standard output when a job begins and when it ends: for a program that starts a pserver",
+        help="say on standard output when a job begins and ends, and who joins: for a program that starts a pserver",
     )
     add("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
     add("--json", action="store_true", help="with --status: print the status once, as JSON")
@@ -158,7 +158,7 @@ def _run(options: argparse.Namespace, security: Security, stop: Flag) -> None:
         data_port=options.data_port,
         security=security,
         max_memory=None if options.max_memory is None else int(options.max_memory * 2**30),
-        on_job=_tell if options.tell else lambda goes_on: None,
+        on_job=_tell if options.tell else lambda what: None,
     )
     _say_who_may_come(options.host, host, security)
     metrics = None
@@ -183,8 +183,8 @@ def _run(options: argparse.Namespace, security: Security, stop: Flag) -> None:
         metrics.stop()
 
 
-def _tell(goes_on: bool) -> None:
-    print(f"tfps_pserver job {'begins' if goes_on else 'ends'}", flush=True)
+def _tell(what: str) -> None:
+    print(f"tfps_pserver: {what}", flush=True)
 
 
 def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:

@@ -113,7 +113,7 @@ class Declarations:
             return False
         self._state.shard.add(declaration.specs, declaration.steps)
         if not self._state.roster.takes_candidates:
-            self._state.tell(True)
+            self._state.tell("job begins")
         declaration.agreed = self._state.roster.begun = self._state.roster.takes_candidates = True
         self._state.roster.restored = self._is_restored
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter

@@ -121,6 +121,8 @@ class Elastic:
             for _, item in self._state.shard.slices():
                 item.change_view(view)  # nothing is under way
         admission.present = view.ranks
+        for rank in sorted(set(view.ranks).difference(admission.before)):
+            self._state.tell(f"worker {rank} takes part")
         self._execute(effects)
         admission.over, self.admission = True, None
         self._state.changed.notify_all()

@@ -64,7 +64,7 @@ class Job:
         recorder: Recorder,
         errors: ErrorCounts,
         max_memory: int = 2**63,
-        tell: Callable[[bool], object] = lambda goes_on: None,
+        tell: Callable[[str], object] = lambda what: None,
     ) -> None:
         self._state = state = JobState(view, name, recorder, errors, max_memory, tell)
         self.recording = state.recording
@@ -192,6 +192,8 @@ class Job:
             member = roster.members.get(rank)
             if member is None or member.state is State.GONE:
                 return
+            if isinstance(failure, JoinError):
+                state.errors.add("Join", failure)  # as if it had been refused at once
             if rank not in roster.view.ranks:
                 self.elastic.lose(rank, f"has left: {reason or failure or 'it did not say why'}")
                 return
@@ -215,7 +217,7 @@ class Job:
         with state.changed:
             if state.failure is None and roster.over:
                 state.log("has ended: all its workers have left")
-                state.tell(False)
+                state.tell("job ends")
                 self.moving.remove_snapshots()
             state.changed.notify_all()
             if ended := state.recording.gone(rank):

@@ -67,9 +67,9 @@ class ParameterServer:
     """Serves jobs of `workers` workers, one after another, from construction until `stop`.
 
     Port 0 picks a free one; with TLS there is no data port. `job`: the only name served. `max_memory`: bytes that jobs
-    may declare, by default the machine's. `on_job` is called with True when all workers of a job have joined, and with
-    False when it is over, before any of them hears of that. ConfigError: an argument, a port, or a file of `security`
-    cannot be used.
+    may declare, by default the machine's. `on_job` is called with "job begins" when all workers have joined, with
+    "worker N takes part" when one has joined that came later, and with "job ends", before any of them hears of that.
+    ConfigError: an argument, a port, or a file of `security` cannot be used.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ParameterServer:
         security: Security = Security(),  # noqa: B008 (it is immutable)
         max_memory: int | None = None,
         recorder: Recorder | None = None,
-        on_job: Callable[[bool], object] = lambda goes_on: None,
+        on_job: Callable[[str], object] = lambda what: None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers must be at least 1, got {workers}")

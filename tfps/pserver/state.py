@@ -40,7 +40,7 @@ class JobState:
         recorder: Recorder,
         errors: ErrorCounts,
         max_memory: int,
-        tell: Callable[[bool], object],
+        tell: Callable[[str], object],
     ) -> None:
         self.recorder, self.errors, self.max_memory, self.tell = recorder, errors, max_memory, tell
         self.recording = Recording(recorder)
@@ -71,7 +71,7 @@ class JobState:
                 what = "ends here, to go on with other pservers" if moves else f"has failed: {type(error).__name__}"
                 self.log(f"{what}: {error}")
                 if not moves:
-                    self.tell(False)
+                    self.tell("job ends")
             self.shard.buckets = []
             self.changed.notify_all()
         self.recording.fail(error)
