@@ -159,7 +159,13 @@ def raises(folder: Path, error: type[Exception]) -> int:
     (folder / f"{rank} began as {os.getpid()}").touch()
     if rank == 1:
         raise error("its weights differ") if lives == 2 else ValueError("no such column: 'price'")
-    jobs.poll(lambda: len(began(folder)) == 3 and not Path(f"/proc/{began(folder)[-1][1]}").exists())
+    if error is not JoinError:
+        on_ray.wait_to_be_ended()
+    jobs.poll(
+        lambda: (
+            len(began(folder)) == 3 and all(Path(f"/proc/{pid}").exists() == (own == 0) for own, pid in began(folder))
+        )
+    )
     return rank
 
 
