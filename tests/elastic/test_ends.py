@@ -10,7 +10,6 @@ from pathlib import Path
 import launching
 import processes
 import pytest
-from launching import launch
 
 pytestmark = launching.NEEDS_POSIX
 HERE = Path(__file__).resolve().parent
@@ -53,7 +52,14 @@ def test_an_error_of_the_job_ends_it_on_every_rank(tmp_path: Path, case: str) ->
         settings |= {"TFPS_SNAPSHOT_STEPS": "3", "TFPS_SNAPSHOT_FOLDER": str(tmp_path / "place")}
     options = ("--workers", 2, "--min-workers", 1, "--restart", 2, "--grace", 30)
     with in_its_place(tmp_path / "place", what):
-        result = launch(*options, HERE / "failing.py", tmp_path, kind, timeout_s=240.0, **settings)
+        result = subprocess.run(
+            launching.command(*options, HERE / "failing.py", tmp_path, kind),
+            env=launching.environment(**settings),
+            capture_output=True,
+            text=True,
+            timeout=processes.TIMEOUT_S,
+            check=False,
+        )
     assert result.returncode == 1, result.stderr
     for rank in (0, 1):
         lines = [line for line in result.stderr.splitlines() if line.startswith(f"[worker {rank}] tfps: ")]

@@ -32,10 +32,10 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", **more}
 
 
-def launch(*arguments: object, timeout_s: float = END_S, **more: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
     """Runs a launcher to its end; `more`: variables of its environment."""
     return subprocess.run(
-        command(*arguments), env=environment(**more), capture_output=True, text=True, timeout=timeout_s, check=False
+        command(*arguments), env=environment(**more), capture_output=True, text=True, timeout=END_S, check=False
     )
 
 

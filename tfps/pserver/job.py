@@ -211,8 +211,8 @@ class Job:
         with state.changed:
             member.reason = reason
             self._go(member)
-            late = roster.too_late()
-        for each in late:
+            come_too_late = roster.too_late()
+        for each in come_too_late:
             self.elastic.lose(each, f"came too late: {member}, the last of the job, has left")
         with state.changed:
             if state.failure is None and roster.over:
