@@ -268,6 +268,14 @@ if how in ("a refusal", "the end of the others"):
     jobs.poll(lambda: ended(1, 1) if how == "a refusal" else has_come(1, 1))
     worker.close()
     print("well")
+if how == "an error after the end":
+    worker.close()
+    if rank == 1:
+        jobs.poll((folder / "closed").exists)
+        raise NameError("nothing")
+    (folder / "closed").touch()
+    jobs.poll(lambda: ended(1, 0))
+    print("saved")
 if how == "an error on one after the other":
     if rank == 0 and again:
         worker.client.ready(1)
@@ -304,6 +312,14 @@ def test_a_worker_that_was_refused_is_left_out_with_the_reason(write_script: Wri
         "1 worker goes on\n" in result.stderr
     )
     assert "[worker 0] well" in result.stdout
+
+
+def test_a_worker_that_fails_after_the_job_has_ended_ends_no_other(write_script: WriteScript, tmp_path: Path) -> None:
+    options = ("--workers", 2, "--min-workers", 1, "--restart", 2, "--grace", 0)
+    result = launch(*options, write_script(_ENDS), tmp_path, "an error after the end", **HELPERS)
+    assert result.returncode == 0, result.stderr
+    assert "tfps_launch: worker 1 ended with exit code 1; 1 worker goes on\n" in result.stderr
+    assert "[worker 0] saved" in result.stdout
 
 
 def test_a_worker_that_comes_back_too_late_does_not_wait_for_the_others(

@@ -275,7 +275,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     job = Job.named(name, len(place.workers), "" if engine.is_remote else plan.token_file)
 
     addresses: dict[int, str] = {}
-    goes_on: dict[int, bool] = {}  # by pserver that runs, whether the job does, as it says
+    job_is: dict[int, str] = {}  # what each pserver that runs has said last of the job: see TOLD
     apart = set[int]()  # ranks that were started again and do not take part yet
     logging_in: dict[str, list[Process]] = {}
 
@@ -294,7 +294,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
                 addresses[index] = engine.reached_at(host, ready["address"])
             if said := TOLD.fullmatch(line):
                 if said["job"]:
-                    goes_on[index] = said["job"] == "begins"
+                    job_is[index] = said["job"]
                 else:
                     apart.discard(int(said["worker"]))
 
@@ -368,20 +368,20 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         """Whether the job is over with a worker that has failed: one that is started again would begin it anew."""
         if not begun:
             return all(each.ended for each in first_workers)
-        if any(goes_on.values()):
-            return False
-        # Where all pservers are lost a worker may have been so with them.
-        return bool(goes_on) or ((worker.code or 0) > 0 and not explain(worker))
+        if said := set(job_is.values()):
+            return "fails" in said and "begins" not in said
+        return (worker.code or 0) > 0 and not explain(worker)  # else it may have been lost with all pservers, by itself
 
     def too_late() -> list[Process]:
-        """Who would wait for a job that has ended: all others have ended, and some of them well."""
+        """Who would wait for a job that has ended: all others have ended."""
         running = {rank: worker for rank, worker in enumerate(workers) if not worker.ended}
-        over = bool(goes_on) and not any(goes_on.values()) and any(worker.code == 0 for worker in workers)
-        return list(running.values()) if over and running and apart.issuperset(running) else []
+        said = set(job_is.values())
+        over = "ends" in said and "begins" not in said and apart.issuperset(running)
+        return list(running.values()) if over else []
 
     def is_over() -> bool:
         nonlocal begun
-        begun = begun or bool(goes_on)
+        begun = begun or bool(job_is)
         failed[:] = [process for process in workers if process.ended and process.code != 0]
         new = [process for process in failed if process not in lost]
         for process in filter(why_refused, new):
@@ -389,7 +389,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         for_good = sum(restarts[process.command.name] == 0 for process in failed)
         if plan.min_workers is not None and len(workers) - for_good >= plan.min_workers:
             going = sum(not each.ended for each in workers)
-            may_join = not any(worker.code == 0 for worker in workers)
+            may_join = "ends" not in job_is.values() and not any(worker.code == 0 for worker in workers)
             failed[:] = filter(was_last, new) if may_join else []
             for process in () if failed else new:
                 lose(process, may_join, f"{going} worker{' goes' if going == 1 else 's go'} on")
@@ -398,7 +398,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
             if plan.min_workers is None or not (others or restarts[pserver.command.name]):
                 failed.append(pserver)
             else:
-                goes_on.pop(index, None)
+                job_is.pop(index, None)
                 lose(pserver, True, f"workers go on with {others} other{'s' * (others > 1)}")
         return bool(failed) or all(worker.ended for worker in workers)
 

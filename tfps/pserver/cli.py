@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--tell",
         action="store_true",
-        help="say on standard output when a job begins and ends, and who joins: for a program that starts a pserver",
+        help="say on standard output when a job begins, ends or fails, and who joins: for what starts a pserver",
     )
     add("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
     add("--json", action="store_true", help="with --status: print the status once, as JSON")

@@ -217,7 +217,7 @@ class Job:
         with state.changed:
             if state.failure is None and roster.over:
                 state.log("has ended: all its workers have left")
-                state.tell("job ends")
+                state.tell("job fails" if reason else "job ends")
                 self.moving.remove_snapshots()
             state.changed.notify_all()
             if ended := state.recording.gone(rank):

@@ -68,7 +68,8 @@ class ParameterServer:
 
     Port 0 picks a free one; with TLS there is no data port. `job`: the only name served. `max_memory`: bytes that jobs
     may declare, by default the machine's. `on_job` is called with "job begins" when all workers have joined, with
-    "worker N takes part" when one has joined that came later, and with "job ends", before any of them hears of that.
+    "worker N takes part" when one has joined that came later, and with "job ends", "job fails" or "job moves" (to other
+    pservers) before any of them hears of that.
     ConfigError: an argument, a port, or a file of `security` cannot be used.
     """
 

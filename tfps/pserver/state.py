@@ -70,8 +70,7 @@ class JobState:
                 moves = self.shard.config.outlives_pservers and isinstance(error, PserverLostError)
                 what = "ends here, to go on with other pservers" if moves else f"has failed: {type(error).__name__}"
                 self.log(f"{what}: {error}")
-                if not moves:
-                    self.tell("job ends")
+                self.tell("job moves" if moves else "job fails")
             self.shard.buckets = []
             self.changed.notify_all()
         self.recording.fail(error)
