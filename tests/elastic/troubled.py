@@ -1,4 +1,4 @@
-"""Worker: trains in trouble, and saves what it ends with as FOLDER/<rank>.npz, or plain.npz: troubled.py FOLDER TROUBLE"""
+"""Worker: trains in trouble, and saves its weights as FOLDER/<rank>.npz, or plain.npz: troubled.py FOLDER TROUBLE"""
 
 from __future__ import annotations
 
