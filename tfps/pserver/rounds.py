@@ -17,7 +17,7 @@ from tfps.pserver.slices import OwnedSlice, Push, SumSlice
 from tfps.pserver.state import JobState
 from tfps.pserver.table_slice import TableSlice
 from tfps.wire import frames
-from tfps.wire.frames import ASK, EMPTY, Header, Kind
+from tfps.wire.frames import EMPTY, LOOKUP, Header, Kind
 from tfps.wire.shared_memory import Place, Target
 
 
@@ -55,13 +55,13 @@ class Rounds:
         except MismatchError as error:
             self._state.fail(error)
             return
-        if not header.flags & ASK:  # rows are asked for ahead
+        if not header.flags & LOOKUP:  # lookups may be prefetches
             member.step = max(member.step, header.step)
         member.wait_s += wait_ns / 1e9 if header.step else 0  # not in the first step, before which graphs are built
         if answers:
             self._state.send(answers)
         self.hurry(header.bucket, item, header.index)
-        if self._state.some_left and (late := item.late(self._state.roster.gone())) is not None:
+        if self._state.some_departed and (late := item.late(self._state.roster.departed())) is not None:
             self._state.fail_left(late, bucket.spec.name)
         elif isinstance(item, AsyncSlice):
             self._check_assigned(item, self._state.shard.bound.quiesced(), bucket.spec.name)
