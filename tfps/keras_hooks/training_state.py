@@ -91,7 +91,6 @@ class TrainingState:
                 self._apart.append(variable)
             elif isinstance(variable, (values.MirroredVariable, Captured)) or id(variable) in own:
                 self._found[number] = variable
-        self._created = len(strategy.extended.initial_values.agreed)
         self._traced = {number: each.numpy() for number, each in self._found.items() if isinstance(each, Captured)}
 
     @property

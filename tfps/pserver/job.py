@@ -105,7 +105,7 @@ class Job:
         state, roster = self._state, self._state.roster
         with state.changed:
             joins = roster.takes_candidates and config.elastic and applicant.rank in (None, *roster.lost)
-            if joins and not config.takes_newcomers:
+            if joins and not config.steps_together:
                 raise UnsupportedError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
                     "on without it"
