@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -193,6 +194,12 @@ with strategy.scope():
                 on_train_batch_begin=lambda *_, **__: kernel.assign_add(tf.ones_like(kernel))
             )
             callbacks.append(change)
+        if "waits" in DIFFERS:
+            lost = partial(poll, lambda: strategy._runtime.exchange.failure is not None)
+            callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: lost()))
+        if "reduces" in DIFFERS:
+            reduce = partial(strategy.reduce, "SUM", tf.constant([1.0]), axis=None)
+            callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: reduce()))
         fitted = model.fit(x, y, epochs=4, **{**options, "callbacks": [*options["callbacks"], *callbacks]})
         losses.append(fitted.history["loss"])
 found += model.get_weights()

@@ -12,7 +12,7 @@ import pytest
 from jobs import Cluster, Pending, attempt, bucket, declare, poll, push, summed, together
 
 from tfps.config import Config
-from tfps.errors import ConnectError, MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
+from tfps.errors import ConnectError, JoinError, MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver import elastic
@@ -115,6 +115,29 @@ def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> No
         push(newcomer, 0, ONES).wait()
     with newcomer.joining.trying_out():
         assert summed(push(newcomer, 0, ONES).wait()).tolist() == [1.0] * 750
+
+
+@pytest.mark.parametrize("wrong", ["does nothing", "declares something else", "leaves because it differs"])
+def test_a_newcomer_on_trial_that_does_nothing_or_differs_ends_alone(cluster: Cluster, wrong: str) -> None:
+    """Who has been let in, and has not taken a step yet, cannot hold or end the others."""
+    job = Job(cluster, config=dataclasses.replace(GOES_ON, step_timeout_s=20))  # 2 of which it may hold them
+    newcomer = job.newcomer()
+    newcomer.declare([GRADIENT, TOTAL, WORDS])
+    assert job.admit(newcomer) == [[0, 1]] * 3
+    if wrong == "declares something else":
+        others = [functools.partial(worker.declare, [bucket(4, name="theirs")]) for worker in job.workers]
+        assert attempt(*others, lambda: newcomer.declare([bucket(8, name="own")]))[:2] == [[3], [3]]
+        for pending in [push(worker, 3, ONES[:1]) for worker in job.workers]:
+            assert summed(pending.wait()).tolist() == [2.0]
+    elif wrong == "leaves because it differs":
+        newcomer.fail(MismatchError("it differs"))
+    steps = [[push(worker, 0, ONES), push(worker, 2, b"x")] for worker in job.workers]
+    for gradient, words in steps:
+        assert summed(gradient.wait()).tolist() == [2.0] * 750
+        assert words.wait().parts == {worker.rank: b"x" for worker in job.workers}
+    poll(lambda: newcomer.failure is not None)
+    assert isinstance(newcomer.failure, MismatchError if wrong.startswith("leaves") else JoinError), newcomer.failure
+    assert job.workers[0].view.ranks == (0, 1)
 
 
 def test_two_newcomers_at_once_and_one_that_dies_before(cluster: Cluster) -> None:

@@ -117,7 +117,7 @@ class Job:
                 state.shard = Shard(config, view, index, state.recorder, state.max_memory, state.tell_set)
                 if config.elastic and not self._beats:
                     self._beats = True
-                    Heartbeat("tfps-heartbeat", self.elastic.beat)
+                    Heartbeat("tfps-heartbeat", self._beat)
                 state.log(f"begins: {member} is the first of {view.workers} workers")
             if member.state is State.JOINED and not member.streams:  # else a repeated call: streams use its queue
                 state.memory.pop(member.rank, None)
@@ -137,6 +137,10 @@ class Job:
                 state.log(f"has a candidate: {member} may take part at the next step boundary")
             view = roster.view
             return Joined(member.rank, member.rank in state.memory, candidate, view.ranks, view.generation)
+
+    def _beat(self, late: bool) -> bool:
+        self.elastic.lose_overdue(self.declarations.late())
+        return self.elastic.beat(late)
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""
@@ -188,9 +192,8 @@ class Job:
             if isinstance(failure, PserverLostError) and state.shard.config.outlives_pservers:
                 state.fail(failure)  # all workers go on with other pservers
                 return
-            if not isinstance(failure, (MismatchError, ProtocolError)) and self.elastic.lose(
-                rank, f"failed: {failure}"
-            ):
+            why, fails_all = f"failed: {failure}", isinstance(failure, (MismatchError, ProtocolError))
+            if self.elastic.lose_on_trial(rank, why) or (not fails_all and self.elastic.lose(rank, why)):
                 return
             state.fail(failure)  # first, as above
         elif reason and self.elastic.lose(rank, f"left at step {member.step}: it ended with {reason}"):
@@ -294,14 +297,21 @@ class Session:
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
         self._arrived(payload)
         if self._job.elastic.is_current(self.rank, self.queue):
-            self._job.rounds.push(self.rank, header, payload, place)
+            self._take(self._job.rounds.push, header, payload, place)
 
     def notice(self, header: Header, payload: memoryview) -> None:
         self._arrived(payload)
         if header.kind != Kind.SCALARS:
             raise not_expected(header, Kind.PUSH)
         if self._job.elastic.is_current(self.rank, self.queue):
-            self._job.rounds.take_scalars(self.rank, header, payload)
+            self._take(self._job.rounds.take_scalars, header, payload)
+
+    def _take(self, take: Callable[..., object], *frame: object) -> None:
+        try:
+            take(self.rank, *frame)
+        except MismatchError as error:
+            if not self._job.elastic.lose_on_trial(self.rank, f"differs from the others: {error}"):
+                self._job.fail(error)
 
     def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
         """Takes the pushes that `receive` brings, to the end."""
@@ -323,7 +333,8 @@ class Session:
             return self._failed(when, error, logged=False)
         else:
             failure = self._failed(when, error)
-        self._job.fail(failure)
+        if not self._job.elastic.lose_on_trial(self.rank, f"failed: {failure}"):
+            self._job.fail(failure)
         return failure
 
     def ended(self) -> None:
