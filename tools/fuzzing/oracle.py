@@ -420,7 +420,8 @@ def of_returned(returned: Outcome, others: Found, judgement: Judgement) -> tuple
         if kind in _REFUSALS or (kind == "WaitTimeoutError" and "not joined" in returned.error):
             return None, f"who comes back: {kind}"
         return Difference(f"who comes back ends with {kind}", returned.error[-2500:]), ""
-    both = {name: value for name, value in others.items() if name in returned.found}
+    # What callbacks have seen is numbered from the first epoch on that a worker is in.
+    both = {name: value for name, value in others.items() if name in returned.found and _kind(name) != "seen"}
     difference = between_ranks([both, {name: returned.found[name] for name in both}], judgement)
     return difference, "who comes back takes part"
 
