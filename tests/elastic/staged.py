@@ -8,6 +8,7 @@ same way; DIFFERS: what is different on who comes back.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -161,6 +162,12 @@ with strategy.scope():
             model = Distiller(dense(4, 1), teacher)
             model.compile(keras.optimizers.SGD(0.05), "mse")
             model.fit(x, y, epochs=3, **options)
+    elif KIND == "caught":  # an exception of the program's own, on all ranks
+        model = compiled(dense(16, 1))
+        fails = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: 1 // 0)
+        with contextlib.suppress(ZeroDivisionError):
+            model.fit(x, y, **{**options, "callbacks": [*options["callbacks"], fails]})
+        model.fit(x, y, epochs=3, **options)
     elif KIND == "head":
         encoder = dense(16, 4)
         whole = compiled(keras.Sequential([encoder, keras.layers.Dense(8)]))

@@ -140,6 +140,14 @@ def test_a_newcomer_on_trial_that_does_nothing_or_differs_ends_alone(cluster: Cl
     assert job.workers[0].view.ranks == (0, 1)
 
 
+def test_a_newcomer_whose_job_ends_before_it_takes_part_is_told(under_way: Job) -> None:
+    newcomer = under_way.newcomer()
+    newcomer.declare([GRADIENT, TOTAL, WORDS])
+    together(*(worker.close for worker in under_way.workers))
+    with pytest.raises(JoinError, match="it has ended"):
+        newcomer.joining.take_part(1)
+
+
 def test_two_newcomers_at_once_and_one_that_dies_before(cluster: Cluster) -> None:
     job = Job(cluster, pservers=1)
     job.workers[1].close("SIGTERM")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tfps.errors import ProtocolError, TfpsError, WaitTimeoutError, WorkerLostError
+from tfps.errors import JoinError, ProtocolError, TfpsError, WaitTimeoutError, WorkerLostError
 from tfps.membership import roster
 from tfps.membership.members import Applicant, State
 from tfps.membership.roster import How
@@ -85,6 +85,8 @@ class Elastic:
         with self._state.changed:
             self._state.raise_failure()
             members = self._state.roster
+            if rank not in members.view.ranks and len(members.gone()) == len(members.view.ranks):
+                raise JoinError("this worker cannot join the job under way: it has ended")
             if rank in members.view.ranks:
                 self._training = training
             elif rank in members.members and members.members[rank].ready != training:

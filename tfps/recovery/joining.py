@@ -60,6 +60,9 @@ class ElasticJoining:
     def candidates(self, training: int) -> list[int]:
         return self._core.call(lambda worker: worker.joining.candidates(training))
 
+    def begun(self, training: int) -> int:
+        return self._core.call(lambda worker: worker.joining.begun(training))
+
     def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
         core, before, self.admitting = self._core, self._core.view.ranks, candidates
         try:
