@@ -25,7 +25,7 @@ from jobs import poll
 
 import tfps
 from tfps.input import datasets
-from tfps.input.lockstep import Lockstep
+from tfps.input.batch_agreement import BatchAgreement
 from tfps.recovery.exchange import ElasticExchange
 from tfps.types import Argument, Model
 from tfps.worker.worker import Worker
@@ -104,7 +104,7 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
     x, y = training.digits(SAMPLES)
     more: dict[str, Argument] = {"epochs": EPOCHS, "verbose": 0, "callbacks": [fault] if fault else []}
     if "joined" in kind:
-        more["callbacks"].append(WaitsForNewcomer(strategy))
+        more["callbacks"].append(WaitsForJoiner(strategy))
     if "assigned" in kind:
         more["callbacks"].append(keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: assign_again(model)))
     if "shuffled" in kind and "arrays" in kind:  # what these find decides how training goes on
@@ -166,7 +166,7 @@ def assign_again(model: Model) -> None:
         variable.assign(variable.numpy())
 
 
-class WaitsForNewcomer(keras.callbacks.Callback):
+class WaitsForJoiner(keras.callbacks.Callback):
     """After a step of an epoch (JOIN_AFTER) the first worker waits until another one wants to join."""
 
     def __init__(self, strategy: tfps.Strategy) -> None:
@@ -178,7 +178,7 @@ class WaitsForNewcomer(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
         if [self._epoch, batch] == JOIN_AFTER and self._strategy.rank == 0:
-            poll(lambda: bool(self._strategy._runtime.exchange.joining.candidates(1)))
+            poll(lambda: bool(self._strategy._runtime.exchange.joining.joiners(1)))
 
 
 class Batches(keras.utils.PyDataset):
@@ -222,15 +222,15 @@ class Counting(Batches):
 
 def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
     divided: list[tuple[int, ...]] = []  # who divides each batch
-    original = Lockstep._verdict
+    original = BatchAgreement._decision
 
-    def verdict(self: Lockstep, progress: Argument, position: int, codes: Argument, ranks: Argument) -> Argument:
+    def decision(self: BatchAgreement, progress: Argument, position: int, codes: Argument, ranks: Argument) -> Argument:
         found = original(self, progress, position, codes, ranks)
         if found.all_have:
             divided.append(tuple(ranks))
         return found
 
-    Lockstep._verdict = verdict  # type: ignore[method-assign]
+    BatchAgreement._decision = decision  # type: ignore[method-assign]
     callback = faults.fail_at(*fault) if fault else None
     strategy = tfps.Strategy(devices=DEVICES)
     with strategy.scope():

@@ -17,8 +17,8 @@ from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.membership.decision import decide
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver import regrouping
-from tfps.pserver.regrouping import offer
+from tfps.pserver import rendezvous
+from tfps.pserver.rendezvous import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.exchange import ElasticExchange
 from tfps.trace.recorder import Recorder
@@ -115,16 +115,16 @@ class Job:
         left = tuple(worker.rank for worker in self.workers)
         poll(lambda: all(worker.view.ranks == left for worker in self.workers))
 
-    def newcomer(self, rank: int, specs: Sequence[BucketSpec] = ()) -> ElasticExchange:
+    def joiner(self, rank: int, specs: Sequence[BucketSpec] = ()) -> ElasticExchange:
         """One more worker, which takes part from now on."""
         new = self.worker([server.address for server in self.servers], rank)
-        assert new.joining.candidate
+        assert new.joining.pending
         specs = specs or self.specs
         assert new.declare(specs) == list(range(len(specs)))
         poll(lambda: all(worker.view.ranks == self.workers[0].view.ranks for worker in self.workers))
 
         def admit(worker: ElasticExchange) -> Sequence[int] | None:
-            poll(lambda: bool(worker.joining.candidates(1)))
+            poll(lambda: bool(worker.joining.joiners(1)))
             return worker.joining.admit([rank])
 
         together(
@@ -150,7 +150,7 @@ def unawaited(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         awaited = set[int]().union(*(report.ranks for report in reports.values())) - ranks
         return decide(reports, awaited <= reports.keys(), known)
 
-    monkeypatch.setattr(regrouping, "decide", decides)
+    monkeypatch.setattr(rendezvous, "decide", decides)
     return ranks
 
 

@@ -117,7 +117,7 @@ class Pserver(Part):
         for rank in range(WORKERS):
             one = Applicant("", rank, WORKERS, str(rank), "", 0, index, PSERVERS, "i")
             self.members.join(one, 0.0).state = State.STREAMING
-        self.shard = Shard(CONFIG, ALL, index, RECORDER, tell=self._tell)
+        self.shard = Shard(CONFIG, ALL, index, RECORDER, notify=self._notify)
         self.shard.add(SPECS)
         self.completed: dict[tuple[int, int, int], tuple[bytes, int]] = {}  # by bucket, index and step
 
@@ -133,7 +133,7 @@ class Pserver(Part):
         for _, item in self.shard.slices():
             self._send(item.change_view(self.members.view))
 
-    def _tell(self, number: int, ranks: Collection[int]) -> None:
+    def _notify(self, number: int, ranks: Collection[int]) -> None:
         message = encode_ranks(number, ranks)
         frame = Frame(Header(Kind.RANKS, generation=number), message[-4 * len(ranks) :])
         self.sent += [(rank, frame) for rank in range(WORKERS)]
@@ -207,7 +207,7 @@ class Worker(Part):
     def receive(self, pserver: int, frame: Frame) -> None:
         header, payload = frame
         if header.kind == Kind.RANKS:
-            self.incoming[pserver].notice(header, memoryview(payload))
+            self.incoming[pserver].control(header, memoryview(payload))
         else:
             self.incoming[pserver].data(header, memoryview(payload), None)
         if not self.awaited and not self.has_ended:
@@ -434,7 +434,7 @@ class Search:
         ends = {frozen(self._by_bucket(world.workers[worker.rank])) for worker in left}
         assert len(ends) == 1, "all have seen the same"
         steps = {tuple(bucket.steps for bucket in worker.buckets) for worker in left}
-        assert len(steps) == 1, "all push what is torn again, or none"
+        assert len(steps) == 1, "all push again what has a partial reply, or none"
         self.repeated += next(iter(steps))[TOTAL] > sum(TOTAL in group for group in self.program)
         self.ends |= ends
 

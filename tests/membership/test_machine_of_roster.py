@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tfps.errors import ConnectError
 from tfps.membership.members import Applicant, Member, State
-from tfps.membership.roster import Forget, How, Loss, Roster, Tell, TellAdmitted
+from tfps.membership.roster import Forget, How, Loss, Notify, NotifyAdmitted, Roster
 from tfps.membership.view import View
 
 RANKS = st.integers(0, 3)
@@ -28,7 +28,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         self.streaming: set[int] = set()
         self.parted: set[int] = set()  # has left of its own, and is still known
         self.lost: set[int] = set()
-        self.ready: dict[int, int] = {}  # of candidates: the training
+        self.ready: dict[int, int] = {}  # of joiners: the training
         self.changes = 1
         for rank in range(WORKERS):
             self._join(rank)
@@ -93,7 +93,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         assert change is not None
         view, effects = change
         assert view is self.members.view
-        (told,) = [each.loss for each in effects if isinstance(each, Tell)]
+        (told,) = [each.loss for each in effects if isinstance(each, Notify)]
         assert (told.rank, told.how, told.why) == (rank, How.LOST, self.members.lost[rank])
         assert [each.rank for each in effects if isinstance(each, Forget)] == [rank]
         for each in (self.part, self.here, self.streaming):
@@ -102,12 +102,12 @@ class MachineOfRoster(RuleBasedStateMachine):
         self.changes += 1
 
     @rule(rank=RANKS)
-    def drop_a_candidate(self, rank: int) -> None:
+    def drop_a_joiner(self, rank: int) -> None:
         if rank in self.here and rank not in self.part and rank not in self.parted:
             view, change = self.members.view, self.members.lose(rank, "died")
             assert change is not None
             assert change[0] is view, "nobody misses it"
-            assert not any(isinstance(each, Tell) for each in change[1])
+            assert not any(isinstance(each, Notify) for each in change[1])
             self.here.discard(rank)
             self.streaming.discard(rank)
 
@@ -115,9 +115,9 @@ class MachineOfRoster(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.part)))
-        self.members.members[rank].state = State.GONE
+        self.members.members[rank].state = State.DEPARTED
         (told,) = self.members.leave(rank)[1]
-        assert told == Tell(Loss(rank, How.ENDED, f"{self.members.members[rank]} has left"))
+        assert told == Notify(Loss(rank, How.ENDED, f"{self.members.members[rank]} has left"))
         self.streaming.discard(rank)
         self.part.discard(rank)
         self.parted.add(rank)
@@ -128,7 +128,7 @@ class MachineOfRoster(RuleBasedStateMachine):
     def the_last_one_stays_in_the_view(self) -> None:
         rank, view = min(self.part), self.members.view
         assert self.members.leave(rank) == (view, [])
-        if self.members.members[rank].state is not State.GONE:
+        if self.members.members[rank].state is not State.DEPARTED:
             assert self.members.lose(rank, "died") is None
 
     @rule(rank=RANKS, training=st.integers(0, 1))
@@ -140,16 +140,16 @@ class MachineOfRoster(RuleBasedStateMachine):
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         training = 1
-        candidates = self.members.candidates(training)
+        joiners = self.members.joiners(training)
         waiting = self.here - self.part - self.parted
-        assert candidates == sorted(rank for rank in waiting if self.ready[rank] == training and rank in self.streaming)
-        if candidates:
-            chosen = data.draw(st.sets(st.sampled_from(candidates), min_size=1))
+        assert joiners == sorted(rank for rank in waiting if self.ready[rank] == training and rank in self.streaming)
+        if joiners:
+            chosen = data.draw(st.sets(st.sampled_from(joiners), min_size=1))
             before = self.members.view.ranks
             view, effects = self.members.admit({*chosen, *(set(range(WORKERS)) - self.here)}, 1.0)
             self.part |= chosen
             assert chosen <= self.members.on_trial() <= self.part
-            assert effects[-1] == TellAdmitted(before, view.ranks)
+            assert effects[-1] == NotifyAdmitted(before, view.ranks)
             assert len(effects) == 1 + len(chosen)
             self.lost -= chosen
             self.changes += 1
@@ -163,7 +163,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         assert set(members.members) == self.here
         assert set(members.lost) == self.lost
         assert members.not_streaming() == sorted(self.part - self.streaming)
-        assert members.gone() == []
+        assert members.departed() == []
         assert not members.over
         assert [view.place(rank) for rank in view.ranks] == list(range(len(self.part)))
         for rank in self.lost:

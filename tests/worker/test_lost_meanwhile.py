@@ -14,7 +14,7 @@ from jobs import Cluster, Pending, attempt, bucket, poll, push, summed
 from moving import GRADIENT, ITEMS, TOTAL, Job, deafening
 
 from tfps.exchange.interface import Payload
-from tfps.pserver import regrouping
+from tfps.pserver import rendezvous
 from tfps.recovery import exchange
 from tfps.types import Argument
 from tfps.worker import worker as worker_module
@@ -22,32 +22,32 @@ from tfps.worker.bucket import PushedBucket
 from tfps.worker.pushes import Pushes
 from tfps.worker.worker import Worker
 
-BEFORE = bucket(4 * ITEMS, name="declared before a newcomer came")
+BEFORE = bucket(4 * ITEMS, name="declared before a joining worker came")
 ONES = np.ones(ITEMS, np.float32)
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 1.0)
     monkeypatch.setattr(worker_module, "_REJOIN_S", 1.0)
 
 
-def test_nobody_lacks_a_result_whose_giver_dies_while_it_gives_it(
+def test_nobody_lacks_a_result_whose_donor_dies_while_it_gives_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, repeat, deaf = Job(cluster), Pushes.repeat, deafening(monkeypatch)
+    job, redeliver, deaf = Job(cluster), Pushes.redeliver, deafening(monkeypatch)
     job.step()
     deaf(job.workers[2])
     pushed = job.begin(GRADIENT)
     known = [summed(pending.wait()).tobytes() for pending, _ in pushed[:2]]
 
-    def dies(pushes: Pushes, number: int, giver: int, result: Payload | None, on_reply: Argument) -> None:
+    def dies(pushes: Pushes, number: int, donor: int, result: Payload | None, on_reply: Argument) -> None:
         new = job.workers[0].core.next
-        if giver == 0 and new is not None and new.pushes is pushes:
+        if donor == 0 and new is not None and new.pushes is pushes:
             return new.close("it dies")
-        return repeat(pushes, number, giver, result, on_reply)
+        return redeliver(pushes, number, donor, result, on_reply)
 
-    monkeypatch.setattr(Pushes, "repeat", dies)
+    monkeypatch.setattr(Pushes, "redeliver", dies)
     monkeypatch.setattr(exchange, "MOST_CONNECT_S", 0.5)  # its own thread is not dead, and waits without end
     job.servers[1].stop(0)
     assert [summed(pushed[2][0].wait()).tobytes()] == known[1:]
@@ -86,10 +86,10 @@ def test_a_residual_that_is_collected_counts_once(
     assert not any(each.any() for each in others if each is not None)
 
 
-def test_rounds_that_were_pushed_again_are_counted_alike_by_a_newcomer(
+def test_rounds_that_were_pushed_again_are_counted_alike_by_a_joining_worker(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker dies between two slices of a total, which is torn."""
+    """A worker dies between two slices of a total, whose reply is partial."""
     job, frames = Job(cluster), PushedBucket.frames
     job.step()
     doomed = job.workers[2].core.worker._buckets[TOTAL]
@@ -104,18 +104,18 @@ def test_rounds_that_were_pushed_again_are_counted_alike_by_a_newcomer(
     poll(lambda: job.received(2) == before + 2)
     job.workers.pop().close("it dies")
     job.check(pushed[:2])
-    job.newcomer(2)
+    job.joiner(2)
     pushed = job.begin(TOTAL, 2)
     job.servers[1].stop(0)
     pushed.append((push(job.workers[2], TOTAL, ONES), ONES))
     job.check(pushed)
 
 
-def test_a_newcomer_that_comes_while_the_job_begins_anew_knows_what_that_has_declared(
+def test_a_joining_worker_that_comes_while_the_job_begins_anew_knows_what_that_has_declared(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, resume_lines, held, goes_on = Job(cluster), Worker.resume_lines, threading.Event(), threading.Event()
-    job.declare([], ["what newcomers need"])
+    job.declare([], ["what joining workers need"])
     job.leave(2)
 
     def late(worker: Worker, lines: Sequence[str]) -> None:
@@ -131,19 +131,19 @@ def test_a_newcomer_that_comes_while_the_job_begins_anew_knows_what_that_has_dec
         known = pool.submit(lambda: list(job.worker(addresses, 2).joining.lines()))
         futures.wait([known], timeout=0.5)  # it might not wait
         goes_on.set()
-        assert known.result(jobs.DEADLINE_S) == ["what newcomers need"]
+        assert known.result(jobs.DEADLINE_S) == ["what joining workers need"]
 
 
 @pytest.mark.parametrize("then", ["a worker leaves", "another pserver is lost"])
-def test_a_newcomer_to_a_job_that_has_moved_is_like_the_others(cluster: Cluster, then: str) -> None:
+def test_a_joining_worker_to_a_job_that_has_moved_is_like_the_others(cluster: Cluster, then: str) -> None:
     job = Job(cluster)
-    for _ in range(3):  # the view has changed more often than the newcomer sees
+    for _ in range(3):  # the view has changed more often than the joining worker sees
         job.workers.pop().close("it ends early")
-        job.newcomer(2)
+        job.joiner(2)
     job.declare([BEFORE])
     job.workers.pop().close("it ends early")
     job.lose(0)
-    new = job.newcomer(2)
+    new = job.joiner(2)
     job.step()
     if then == "a worker leaves":
         job.workers.pop(0).close("it ends early")
@@ -170,7 +170,7 @@ def test_ranks_that_come_to_an_admission_before_and_after_a_loss_admit_the_same(
     new = job.worker([server.address for server in job.servers], 2)
     new.declare(job.specs)
     threading.Thread(target=lambda: attempt(functools.partial(new.joining.take_part, 1)), daemon=True).start()
-    poll(lambda: job.workers[0].joining.candidates(1) == [2])
+    poll(lambda: job.workers[0].joining.joiners(1) == [2])
     found: list[object] = []
     first = threading.Thread(target=lambda: found.extend(attempt(lambda: job.workers[0].joining.admit([2]))))
     first.start()

@@ -1,6 +1,6 @@
 """The double buffer: a thread copies batches to the devices ahead of the steps that use them.
 
-One area (MapStage) per device holds batches by key; a small queue per iterator holds the keys in order.
+One staging buffer (MapStage) per device holds batches by key; a small queue per iterator holds the keys in order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
 from tfps.graph.tf_private import eagerly
+from tfps.input.batch_agreement import BatchAgreement, IteratorProgress
 from tfps.input.batch_digests import NOTHING, BatchDigests, of_own
 from tfps.input.caches import advice
-from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.keras_hooks.generators import View
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Function, Structure, Value
@@ -42,35 +42,35 @@ Cut = Callable[[Structure, Sequence[int]], Group]  # this worker's part of a bat
 
 
 class Stage:
-    """Stores batches of one structure, one per local replica, as flat tensors in areas."""
+    """Stores batches of one structure, one per local replica, as flat tensors in buffers."""
 
     def __init__(self, staging: Staging, element_spec: Structure, *, on_devices: bool = True) -> None:
         self._spec, self._flat = element_spec, tf.nest.flatten(element_spec, expand_composites=True)
-        self._areas: list[list[tuple[Function, list[int]]]] = [[] for _ in staging.devices]
+        self._buffers: list[list[tuple[Function, list[int]]]] = [[] for _ in staging.devices]
         for on_host in (False, True):
             indices = [index for index, spec in enumerate(self._flat) if (spec.dtype in _HOST_ONLY) == on_host]
             dtypes = tuple(self._flat[index].dtype for index in indices)
             for replica, device in enumerate(staging.devices if indices else ()):
-                area = staging.area(replica, dtypes, device if on_devices and not on_host else HOST)
-                self._areas[replica].append((area, indices))
+                buffer = staging.buffer(replica, dtypes, device if on_devices and not on_host else HOST)
+                self._buffers[replica].append((buffer, indices))
 
     def put(self, key: int, batches: Sequence[Structure]) -> None:
         """Stages `batches`, one per replica, eagerly."""
         with tf.device(HOST):
             number = tf.constant(key, tf.int64)
-        for batch, areas in zip(batches, self._areas, strict=True):
+        for batch, buffers in zip(batches, self._buffers, strict=True):
             flat = [each for each in tf.nest.flatten(batch, expand_composites=True) if each is not None]
-            for area, indices in areas:
+            for buffer, indices in buffers:
                 own = [flat[index] for index in indices]
-                area(tf.raw_ops.MapStage, key=number, indices=list(range(len(own))), values=own)
+                buffer(tf.raw_ops.MapStage, key=number, indices=list(range(len(own))), values=own)
 
     def take(self, key: tf.Tensor) -> list[Structure]:
         """Returns the batches of `key`, one per replica. Works eagerly and in graphs."""
         batches = []
-        for areas in self._areas:
+        for buffers in self._buffers:
             flat: list[tf.Tensor] = [None] * len(self._flat)
-            for area, indices in areas:
-                taken = area(tf.raw_ops.MapUnstage, key=key, indices=list(range(len(indices))))
+            for buffer, indices in buffers:
+                taken = buffer(tf.raw_ops.MapUnstage, key=key, indices=list(range(len(indices))))
                 for index, tensor in zip(indices, taken, strict=True):
                     tensor.set_shape(self._flat[index].shape)
                     flat[index] = tensor
@@ -95,16 +95,17 @@ class Staging:
         self.spans, self.workers = runtime.spans, runtime.exchange.view.workers
         self.changes = last_batch is not None and last_batch.changes  # whether the number of workers may change
         self.closed, self.check_every = False, check_every
-        self.foresee: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each that is staged
-        self.lockstep: Lockstep | None = None  # strategies of one runtime share it: they announce batches in one order
+        self.prefetch: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each that is staged
+        # Strategies of one runtime share it: they announce batches in one order.
+        self.agreement: BatchAgreement | None = None
         if self.workers > 1 and together:
-            self.lockstep = runtime.shared(Lockstep, lambda: Lockstep(runtime))
+            self.agreement = runtime.shared(BatchAgreement, lambda: BatchAgreement(runtime))
         self.epochs = _epochs.setdefault(runtime, itertools.count())  # that are handed out: the same on all ranks
         self.keys = itertools.count()
         self.read: deque[int] = deque()  # digests of batches that steps took without an announcement, since last asked
         self.number = next(_numbers)
         stagings[self.number] = self
-        self._areas: dict[tuple[int, tuple[tf.DType, ...], str], Function] = {}
+        self._buffers: dict[tuple[int, tuple[tf.DType, ...], str], Function] = {}
         self._lock = threading.RLock()  # guards both; reentrant: the garbage collector may call close anywhere
         self._running: Counter[Feed] = Counter()  # how many, the thread and calls of `stop`, may remove its batches
         with tf.init_scope(), tf.device(HOST):
@@ -112,21 +113,21 @@ class Staging:
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
             self.ended.close()
 
-    def area(self, replica: int, dtypes: tuple[tf.DType, ...], device: str) -> Function:
+    def buffer(self, replica: int, dtypes: tuple[tf.DType, ...], device: str) -> Function:
         """Returns what runs one of MapStage's ops, eagerly or in a graph, on lists of tensors in `device`'s memory."""
         with self._lock:
-            name = f"tfps_stage_{self.number}_{len(self._areas)}"
+            name = f"tfps_stage_{self.number}_{len(self._buffers)}"
 
             def run(op: Function, **inputs: Argument) -> Value:
                 with tf.device(device):
                     return op(**inputs, dtypes=list(dtypes), shared_name=name)
 
-            return self._areas.setdefault((replica, dtypes, device), run)
+            return self._buffers.setdefault((replica, dtypes, device), run)
 
     def staged(self) -> int:
-        """Returns the number of tensor lists in all areas."""
+        """Returns the number of tensor lists in all buffers."""
         with self._lock, tf.init_scope():
-            return sum(int(area(tf.raw_ops.MapSize)) for area in self._areas.values())
+            return sum(int(buffer(tf.raw_ops.MapSize)) for buffer in self._buffers.values())
 
     def no_batch(self) -> tf.Tensor:
         """Returns the result (int64 scalar) of an op that fails like the end of data."""
@@ -152,8 +153,8 @@ class Staging:
         with self._lock, tf.init_scope():
             self._running -= Counter([feed])
             if not self._running and not self.closed:
-                for area in self._areas.values():
-                    area(tf.raw_ops.MapClear)
+                for buffer in self._buffers.values():
+                    buffer(tf.raw_ops.MapClear)
 
     def close(self) -> None:
         """Ends all threads; one inside the user's code ends when that returns. The runtime may go on."""
@@ -187,7 +188,7 @@ class Feed:
         meets: bool,  # several workers synchronize at the first batch that eager code takes
         hands_out: bool = False,
         digests: BatchDigests | None = None,  # of batches; None: this rank makes its own
-        cut: Cut | None = None,  # then groups are whole batches, which are cut again if their ranks turn out to differ
+        cut: Cut | None = None,  # then groups are global batches, which are cut again if their ranks turn out to differ
         ranks: Sequence[int] = (),  # for which they are cut at first
         skipped: int = 0,  # batches that others have taken before
     ) -> None:
@@ -199,11 +200,11 @@ class Feed:
         self._digest_of: dict[int, int] = {}  # by key, of batches whose token is not put
         self._staging, self._stage, self._hands_out = staging, stage, hands_out
         self._groups: Iterator[Group] | None = groups
-        self.sizes: Callable[[int], int] | None = None  # rows of a whole batch of all ranks by position, if known
+        self.sizes: Callable[[int], int] | None = None  # rows of a global batch of all ranks by position, if known
         self._unknown = [UNKNOWN] * (1 + len(staging.devices) + staging.changes)
         self._cut, self._ranks = cut, ranks  # `_ranks`: those of the last batch that was taken
-        # By key: the whole batch, the ranks it is cut for; the lock keeps a batch from being cut by two threads.
-        self._whole: dict[int, tuple[Structure, Sequence[int]]] = {}
+        # By key: the global batch, the ranks it is cut for; the lock keeps a batch from being cut by two threads.
+        self._global_batches: dict[int, tuple[Structure, Sequence[int]]] = {}
         self._rows: dict[int, list[int]] = {}  # in all and by local replica, of staged batches whose token is not put
         self._putting = False  # whether a token is being put, which may wait for room unless it is `_room` that does
         self._lock = threading.Lock()  # guards _thread
@@ -217,18 +218,18 @@ class Feed:
         # Guards _unused; reentrant as that of Staging. The thread takes it only once no token can be waited for.
         self._taking = threading.RLock()
         with tf.init_scope(), tf.device(HOST):
-            room = 1000 if staging.lockstep is not None else 1 if hands_out else staging.depth - 1
+            room = 1000 if staging.agreement is not None else 1 if hands_out else staging.depth - 1
             self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [len(self._unknown)]], name="tfps_batches")
         # Simple queues: `stop` may run in a finalizer, on any thread.
         self._room: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._allowed: queue.SimpleQueue[int] | None = None
         self._progress: IteratorProgress | None = None
-        if staging.lockstep is not None:  # tokens are put on request only, and `_room` limits how much is staged
-            self._progress = staging.lockstep.follow(
-                self.number, batches, self._answer, meets=meets, whole=cut is not None, begin=skipped
+        if staging.agreement is not None:  # tokens are put on request only, and `_room` limits how much is staged
+            self._progress = staging.agreement.follow(
+                self.number, batches, self._answer, meets=meets, is_global=cut is not None, begin=skipped
             )
             if self._compares and cut is not None and digests is not None:
-                self._progress.digest_of = lambda key: digests.of_whole(self._whole[key][0])
+                self._progress.digest_of = lambda key: digests.of_global_batch(self._global_batches[key][0])
             for _ in range(staging.depth):
                 self._room.put(1)
 
@@ -259,7 +260,7 @@ class Feed:
         """
         self.stopped = True
         if self._progress is not None:
-            self._progress.gone = True
+            self._progress.closed = True
         if self._allowed is not None:
             self._allowed.put(1)
         self._room.put(1)
@@ -305,13 +306,13 @@ class Feed:
                             self._get(self._room)
                         key, begin = next(staging.keys), staging.spans.now()
                         if self._cut is not None:
-                            self._whole[key] = batches[0], self._ranks
-                            batches = self._cut(*self._whole[key])
+                            self._global_batches[key] = batches[0], self._ranks
+                            batches = self._cut(*self._global_batches[key])
                         rows = self._rows_of(batches)
                         if self.sizes is not None:
                             rows[0] = self.sizes(position)
                         self._stage.put(key, batches)
-                        staging.foresee(batches)
+                        staging.prefetch(batches)
                         if staging.spans.recorder.enabled:
                             staging.spans.staged(begin, batches)
                         self._digest_of[key] = digest
@@ -323,7 +324,7 @@ class Feed:
                             total = rows[0] * (staging.workers if self.sizes is None else 1)
                             self._put_token(key, "", [max(UNKNOWN, total), *rows[1:]])
                             del self._rows[key], self._digest_of[key]
-                            self._whole.pop(key, None)
+                            self._global_batches.pop(key, None)
                         if self._view is not None:
                             with tf.device(HOST):
                                 # In this order: a batch whose token is put meanwhile counts twice.
@@ -433,19 +434,19 @@ class Feed:
 
     def _cut_again(self, key: int, ranks: Sequence[int]) -> int:
         """Stages the batch of `key` for other ranks; returns its new key."""
-        whole, _ = self._whole.pop(key)
+        global_batch, _ = self._global_batches.pop(key)
         self._remove(key)
         self._ranks, new = ranks, next(self._staging.keys)
         with tf.init_scope():
-            batches = self._cut(whole, ranks) if self._cut is not None else []
+            batches = self._cut(global_batch, ranks) if self._cut is not None else []
             self._stage.put(new, batches)
         del self._rows[key]
         self._rows[new], self._digest_of[new] = self._rows_of(batches), self._digest_of.pop(key)
         return new
 
     def _answer(self, key: int | None, text: str, rows: int, ranks: Sequence[int]) -> None:
-        """Answers one request; `key` None: there is no batch. Called by `lockstep`, on any thread."""
-        if key is not None and ranks and self._cut is not None and ranks != self._whole[key][1]:
+        """Answers one request; `key` None: there is no batch. Called by `agreement`, on any thread."""
+        if key is not None and ranks and self._cut is not None and ranks != self._global_batches[key][1]:
             key = self._cut_again(key, ranks)
         replicas = len(ranks) * len(self._staging.devices) if ranks else UNKNOWN
         with contextlib.suppress(_StoppedError, tf.errors.CancelledError):  # nothing waits any more
@@ -459,7 +460,7 @@ class Feed:
                     self._staging.read.append(digest)
                 self._put_token(key, text, [rows, *own, *[replicas] * self._staging.changes])
                 del self._rows[key]
-                self._whole.pop(key, None)
+                self._global_batches.pop(key, None)
                 self._room.put(1)
 
     def _discard(self, key: int) -> None:

@@ -51,7 +51,7 @@ def _begin_training(
     original(callbacks, *args, **options)
     if extended.training.admits:
         note_begun(callbacks.callbacks)
-    if extended.exchange.joining.candidate:
+    if extended.exchange.joining.pending:
         _join(strategy, callbacks)
 
 
@@ -66,7 +66,7 @@ def _begin_epoch(
         position = extended.training
         position.epoch = epoch
         anew = not has_read(position.iterator)  # else others may have agreed on its first batch already
-        if not position.just_joined and (anew or extended.staging.lockstep.taken is not None):
+        if not position.just_joined and (anew or extended.staging.agreement.taken is not None):
             _admit(strategy, callbacks, 0)
         if position.just_joined and position.skipped_steps:
             kept.enter_context(position.joins.state.kept())
@@ -83,8 +83,8 @@ def _begin_batch(
 ) -> None:
     """As `CallbackList.on_epoch_begin`, between two steps."""
     position, staging = strategy.extended.training, strategy.extended.staging
-    lockstep = None if staging is None else staging.lockstep
-    if lockstep is not None and lockstep.taken is not None and position.joins is None:  # else it is still stopped
+    agreement = None if staging is None else staging.agreement
+    if agreement is not None and agreement.taken is not None and position.joins is None:  # else it is still stopped
         _admit(strategy, callbacks, batch)
     original(callbacks, batch, *args, **options)
     if (joins := position.joins) is not None:
@@ -94,8 +94,8 @@ def _begin_batch(
 
 def _let_others_in(strategy: BaseStrategy, between_steps: bool) -> None:
     staging = strategy.extended.staging
-    if staging is not None and staging.lockstep is not None:
-        staging.lockstep.admits = between_steps
+    if staging is not None and staging.agreement is not None:
+        staging.agreement.admits = between_steps
 
 
 def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
@@ -180,22 +180,22 @@ def _one_batch(dataset: Batches) -> tf.data.Dataset:
 def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
     """Lets those take part who are ready, before `batch` of the epoch; all ranks call it."""
     extended = strategy.extended
-    runtime, joining, lockstep = extended.runtime, extended.exchange.joining, extended.staging.lockstep
-    joining.told = False
-    if candidates := _candidates(strategy):
+    runtime, joining, agreement = extended.runtime, extended.exchange.joining, extended.staging.agreement
+    joining.notified = False
+    if joiners := _joiners(strategy):
         extended.combiner.refresh()
-        if not batch and not has_read(extended.training.iterator) and not lockstep.settle(runtime.wait_s):
+        if not batch and not has_read(extended.training.iterator) and not agreement.settle(runtime.wait_s):
             raise WaitTimeoutError("the end of an epoch's data was not announced in time for a worker to join")
         runtime.settle(runtime.wait_s)
-        if (others := joining.admit(candidates)) is not None:
+        if (others := joining.admit(joiners)) is not None:
             with extended.aligned(others):
                 _hand_over(strategy, callbacks, others, batch)
             _combine_metrics(strategy, callbacks.model)
     if extended.training.joins is None:
-        lockstep.resume()
+        agreement.resume()
 
 
-def _candidates(strategy: BaseStrategy) -> list[int]:
+def _joiners(strategy: BaseStrategy) -> list[int]:
     """Who may take part, as all ranks agree; waits for some if too few workers are left."""
     runtime, joining = strategy.extended.runtime, strategy.extended.exchange.joining
     limit_s, said_so = strategy.config.rejoin_timeout_s, False
@@ -203,12 +203,12 @@ def _candidates(strategy: BaseStrategy) -> list[int]:
     while True:
         own: Json = [[], False]  # of the first rank: who is there, and whether the time is over
         if strategy.rank == 0:
-            own = [joining.candidates(strategy.extended.training.training), time.monotonic() > deadline_s]
-        said = AllGather(runtime, "candidates")(json.dumps(own).encode())
+            own = [joining.joiners(strategy.extended.training.training), time.monotonic() > deadline_s]
+        said = AllGather(runtime, "joiners")(json.dumps(own).encode())
         heard = list(map(json.loads, said.values()))
-        candidates = sorted({rank for ranks, _ in heard for rank in ranks})
-        if len(said) + len(candidates) >= joining.least:
-            return candidates
+        joiners = sorted({rank for ranks, _ in heard for rank in ranks})
+        if len(said) + len(joiners) >= joining.least:
+            return joiners
         few = f"{len(said)} workers are left, fewer than min_workers={joining.least}"
         if any(over for _, over in heard):
             error = WorkerLostError(f"{few}, and no other has joined within {limit_s:.3g} s (rejoin_timeout_s)")
@@ -226,15 +226,15 @@ class Joins:
     """Workers that have the state of the others, until all ranks have compared it before their first step."""
 
     state: TrainingState
-    newcomers: Collection[int]
+    joiners: Collection[int]
 
 
 def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int], batch: int = 0) -> None:
     """Gives those who join the state of the `others`, before `batch` of the epoch; all ranks call it."""
     extended, state = strategy.extended, TrainingState(strategy, callbacks)
     rank = extended.exchange.rank  # not its place among those that take part
-    newcomers = set(extended.exchange.view.ranks).difference(others)
-    if rank in newcomers:
+    joiners = set(extended.exchange.view.ranks).difference(others)
+    if rank in joiners:
         stages.know_values(strategy)  # they come now
     gather = AllGather(extended.runtime, "variables of the training")
     inventories: dict[int, dict[str, str]] = {}
@@ -245,24 +245,24 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
             break
         gc.collect()  # ranks collect garbage at different times
         state = TrainingState(strategy, callbacks)
-    theirs = [said for each, said in inventories.items() if each not in newcomers]
+    theirs = [said for each, said in inventories.items() if each not in joiners]
     refused = {
         each: why
-        for each in sorted(newcomers & inventories.keys())
+        for each in sorted(joiners & inventories.keys())
         if (why := state.difference(theirs[0], inventories[each]))
     }
-    newcomers -= _refuse(strategy, refused)
-    if not newcomers:
+    joiners -= _refuse(strategy, refused)
+    if not joiners:
         return
     state.restrict(list(inventories.values()))
     own_snapshot = _captured(state, batch)
     snapshot = Snapshot.unpacked(Broadcast(extended.runtime, "state of the training")(own_snapshot.packed))
     if "error" in snapshot.plain:
-        _refuse(strategy, {each: str(snapshot.plain["error"]) for each in newcomers})
+        _refuse(strategy, {each: str(snapshot.plain["error"]) for each in joiners})
         return
     extended.take_from_first_rank(state.variables)
     extended.staging.take_read()  # one who joins has read others, and one who was alone compared none
-    if rank in newcomers:
+    if rank in joiners:
         for name in state.apply(snapshot):
             logger.warning(
                 "tfps: callback %s begins anew on this worker, which joins; get_state() and set_state(state) would let "
@@ -275,8 +275,8 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
         # Nothing has been assigned: pservers have all values still.
         state.move_remote(snapshot if "error" in own_snapshot.plain else own_snapshot)
         if snapshot.plain["taken"]:
-            extended.staging.lockstep.compare_next()
-    extended.training.joins = Joins(state, newcomers)
+            extended.staging.agreement.compare_next()
+    extended.training.joins = Joins(state, joiners)
 
 
 def _captured(state: TrainingState, batch: int) -> Snapshot:
@@ -290,12 +290,12 @@ def _captured(state: TrainingState, batch: int) -> Snapshot:
 def _check(strategy: BaseStrategy, joins: Joins) -> None:
     """Compares the state of all ranks, after callbacks and before the first step of those who join."""
     extended = strategy.extended
-    with _alone(strategy) if extended.exchange.rank in joins.newcomers else contextlib.nullcontext():
+    with _alone(strategy) if extended.exchange.rank in joins.joiners else contextlib.nullcontext():
         said = AllGather(extended.runtime, "state of those who join")(joins.state.digest())
         digests = {rank: np.frombuffer(each, np.int64) for rank, each in said.items()}
-        theirs = next(each for rank, each in digests.items() if rank not in joins.newcomers)
+        theirs = next(each for rank, each in digests.items() if rank not in joins.joiners)
         refused = {}
-        for rank in sorted(joins.newcomers & digests.keys()):
+        for rank in sorted(joins.joiners & digests.keys()):
             if (places := np.flatnonzero(digests[rank] != theirs)).size:
                 name = joins.state.described(int(places[0]))
                 refused[rank] = (
@@ -303,8 +303,8 @@ def _check(strategy: BaseStrategy, joins: Joins) -> None:
                     "on this worker only"
                 )
         _refuse(strategy, refused)
-    extended.staging.lockstep.newcomers = frozenset(joins.newcomers - refused.keys())
-    extended.staging.lockstep.resume()
+    extended.staging.agreement.joiners = frozenset(joins.joiners - refused.keys())
+    extended.staging.agreement.resume()
 
 
 def _refuse(strategy: BaseStrategy, refused: Mapping[int, str]) -> set[int]:

@@ -27,7 +27,7 @@ class How(enum.Enum):
     """What is known of a worker that takes part no more."""
 
     LOST = "lost"  # it has died, or given up
-    SILENT = "silent"  # it may be alive
+    SUSPECTED = "suspected"  # it has been silent, and may be alive
     ENDED = "ended"  # its program has ended
 
 
@@ -48,15 +48,15 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Tell all members of a loss."""
+class Notify:
+    """Notify all members of a loss."""
 
     loss: Loss
 
 
 @dataclass(frozen=True, slots=True)
-class TellAdmitted:
-    """Tell all who are `present` from now on; `before`: who took part until now."""
+class NotifyAdmitted:
+    """Notify all who are `present` from now on; `before`: who took part until now."""
 
     before: tuple[int, ...]
     present: tuple[int, ...]
@@ -77,7 +77,7 @@ class Fail:
     error: TfpsError
 
 
-Effect = Log | Tell | TellAdmitted | Forget | Fail
+Effect = Log | Notify | NotifyAdmitted | Forget | Fail
 Change = tuple[View, Sequence[Effect]]
 
 
@@ -98,7 +98,7 @@ class Roster:
         self.resumed: Resumed | None = None  # what the job is if it goes on with other pservers
         self.least: int | None = None
         self.begun = False  # all have joined, here or at the first pserver: who is lost from now on is missed
-        self.takes_candidates = False  # all have joined here: others are candidates
+        self.takes_joiners = False  # all have joined here: others are joiners
         self.restored = False  # of a job that was resumed: all have written what they had kept
         self._few_since_s: float | None = None  # since when fewer than `least` have been left
 
@@ -137,7 +137,7 @@ class Roster:
         for rank in set(range(self.view.workers)).difference(resumed.ranks):
             self.lost[rank] = f"rank {rank} was lost before the pservers changed"
 
-    def candidates(self, training: int) -> list[int]:
+    def joiners(self, training: int) -> list[int]:
         """Ranks of those that have joined a job under way and may be admitted to this training."""
         return [
             rank
@@ -150,13 +150,13 @@ class Roster:
         return str(self.members.get(rank, f"rank {rank} (not joined)"))
 
     def not_streaming(self) -> list[int]:
-        """Ranks that have not fully joined, or are gone."""
+        """Ranks that have not fully joined, or have departed."""
         streaming = {rank for rank, member in self.members.items() if member.state is State.STREAMING}
         return [rank for rank in self.view.ranks if rank not in streaming]
 
-    def gone(self) -> list[int]:
+    def departed(self) -> list[int]:
         """Ranks that have left or died, and without which the others cannot go on."""
-        return [rank for rank in self.view.ranks if rank in self.members and self.members[rank].state is State.GONE]
+        return [rank for rank in self.view.ranks if rank in self.members and self.members[rank].state is State.DEPARTED]
 
     def on_trial(self) -> set[int]:
         """Ranks that the others have let in and that have not taken a step yet: what they do wrong ends them alone."""
@@ -171,13 +171,13 @@ class Roster:
 
     def lose(self, rank: int, why: str, how: How = How.LOST) -> Change | None:
         """`rank` is lost: the others go on without it. None: there is no such member any more, or they cannot."""
-        if (member := self.members.get(rank)) is None or member.state is State.GONE:
+        if (member := self.members.get(rank)) is None or member.state is State.DEPARTED:
             return None
         if rank not in self.view.ranks:
             del self.members[rank]
             return self.view, [
-                Log(f"has a candidate less: {member} {why}"),
-                Forget(rank, WorkerLostError(f"this candidate {why}")),
+                Log(f"has lost a joining worker: {member} {why}"),
+                Forget(rank, WorkerLostError(f"this joining worker {why}")),
             ]
         if self.resumed is not None and not self.restored:  # its workers meet again
             return self.view, [Fail(PserverLostError(f"the job did not go on with these pservers: {member} {why}"))]
@@ -185,13 +185,13 @@ class Roster:
             return None
         loss = self._remove(rank, how, why)
         error: TfpsError = WorkerLostError(f"the other workers went on without this one: {loss.why}")
-        if member.trial_until_s is not None and how is not How.SILENT:
+        if member.trial_until_s is not None and how is not How.SUSPECTED:
             error = JoinError(f"this worker cannot join the job under way, which goes on without it: {loss.why}")
         forget = Forget(rank, error)
         if not self.begun:
             self.view = View.first(self.view.workers, len(self.view.pservers))
             return self.view, [forget, Log(f"has not begun: {loss.why}; another worker may join in its place")]
-        return self.view, [forget, Log(f"goes on with {len(self.view.ranks)} workers: {loss.why}"), Tell(loss)]
+        return self.view, [forget, Log(f"goes on with {len(self.view.ranks)} workers: {loss.why}"), Notify(loss)]
 
     def _remove(self, rank: int, how: How, why: str) -> Loss:
         self.view = self.view.next(left=[rank])
@@ -206,11 +206,11 @@ class Roster:
         if not self.goes_on(1):
             return self.view, []
         self.view = self.view.next(left=[rank])
-        return self.view, [Tell(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
+        return self.view, [Notify(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
 
-    def admit(self, candidates: Collection[int], trial_until_s: float) -> Change:
-        """Those of `candidates` that are there take part from now on, on trial until they take a step."""
-        before, here = self.view.ranks, [r for r in sorted(candidates) if self._streams(r)]
+    def admit(self, joiners: Collection[int], trial_until_s: float) -> Change:
+        """Those of `joiners` that are there take part from now on, on trial until they take a step."""
+        before, here = self.view.ranks, [r for r in sorted(joiners) if self._streams(r)]
         if here:
             self.view = self.view.next(joined=here)
         effects: list[Effect] = []
@@ -220,7 +220,7 @@ class Roster:
             self.members[rank].trial_until_s = trial_until_s
             self.changes.append(f"view {self.view.generation}: {self.members[rank]} has joined")
             effects.append(Log(f"goes on with {len(self.view.ranks)} workers: {self.members[rank]} takes part"))
-        return self.view, [*effects, TellAdmitted(before, self.view.ranks)]
+        return self.view, [*effects, NotifyAdmitted(before, self.view.ranks)]
 
     def begin_without_missing(self) -> Change:
         """All ranks had joined the first pserver: those that are not here have been lost since, and do not come."""
@@ -251,16 +251,16 @@ class Roster:
 
     @property
     def ending(self) -> bool:
-        """Whether some members are gone and others not."""
+        """Whether some members have departed and others not."""
         return 0 < self._left < len(self.members)
 
     @property
     def _left(self) -> int:
-        return sum(member.state is State.GONE for member in self.members.values())
+        return sum(member.state is State.DEPARTED for member in self.members.values())
 
     @property
     def over(self) -> bool:
-        """Whether there were members and all are gone."""
+        """Whether there were members and all have departed."""
         return bool(self.members) and self._left == len(self.members)
 
     def _check_job(self, new: Applicant) -> None:

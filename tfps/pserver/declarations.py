@@ -29,7 +29,7 @@ class Declaration:
     specs: Sequence[BucketSpec] = ()
     steps: Sequence[int] = ()  # the first of each bucket; empty: 0
     agreed: bool = False
-    for_newcomers: Sequence[str] = ()  # the details of one without buckets
+    for_joiners: Sequence[str] = ()  # the details of one without buckets
 
 
 class Declarations:
@@ -82,7 +82,7 @@ class Declarations:
                 raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
             if not declaration.lines or rank not in members.on_trial():  # whose may differ
                 declaration.specs, declaration.steps = specs, steps
-                declaration.for_newcomers = () if specs else tuple(details)
+                declaration.for_joiners = () if specs else tuple(details)
             declaration.lines[rank] = lines
             refused = self._compare(declaration) if declaration.lines.keys() >= set(members.view.ranks) else {}
             self._state.changed.notify_all()
@@ -94,11 +94,11 @@ class Declarations:
             self._state.raise_failure()
             if declaration.agreed:
                 return
-            if rank in (gone := members.gone()) or rank not in members.members:
+            if rank in (departed := members.departed()) or rank not in members.members:
                 raise ClosedError("the worker has left the job, or was lost")
             late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
-            if lost := [members.members[r] for r in late if r in gone]:
+            if lost := [members.members[r] for r in late if r in departed]:
                 why = f"it ended with {lost[0].reason}" if lost[0].reason else f"its script ended; {EVERY_RANK}"
                 self._state.fail(WorkerLostError(f"{lost[0]} left before it had {what}: {why}"))
             self._state.raise_failure()
@@ -123,13 +123,13 @@ class Declarations:
     def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._state.failure is not None or declaration.agreed:
             return True
-        gone = self._state.roster.gone()
-        if rank not in self._state.roster.members or any(r == rank or r not in declaration.lines for r in gone):
+        departed = self._state.roster.departed()
+        if rank not in self._state.roster.members or any(r == rank or r not in declaration.lines for r in departed):
             return True
         if not declaration.lines.keys() >= set(self._state.roster.view.ranks) or self._state.roster.not_streaming():
             return False
         self._state.shard.add(declaration.specs, declaration.steps)
-        declaration.agreed = self._state.roster.begun = self._state.roster.takes_candidates = True
+        declaration.agreed = self._state.roster.begun = self._state.roster.takes_joiners = True
         self._state.roster.restored = self._is_restored
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
         if self._goes_on_now:
@@ -145,7 +145,7 @@ class Declarations:
             return {
                 "declarations": len(agreed),
                 "buckets": [bucket_message(bucket.spec) for bucket in self._state.shard.buckets],
-                "lines": [line for each in agreed for line in each.for_newcomers],
+                "lines": [line for each in agreed for line in each.for_joiners],
                 "layouts": [layout_message(layout) for layout in self._layouts],
                 "steps": [bucket.steps for bucket in self._state.shard.buckets],
             }

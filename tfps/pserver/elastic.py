@@ -2,7 +2,7 @@
 
 `Roster` decides; what follows is done here.
 
-Tested in tests/worker/test_lost_workers.py, tests/worker/test_newcomers.py and tests/worker/test_joining_again.py.
+Tested in tests/worker/test_lost_workers.py, tests/worker/test_joiners.py and tests/worker/test_joining_again.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tfps.wire.send_queue import SILENT_S, SendQueue
 
 _HELD = 0.1  # of the time for a step, which workers who join may hold the others
 _NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too long, also on a busy machine
-_STEPS = {How.LOST: 0, How.SILENT: frames.SILENT, How.ENDED: frames.ENDED}  # of frames
+_STEPS = {How.LOST: 0, How.SUSPECTED: frames.SUSPECTED, How.ENDED: frames.ENDED}  # of frames
 
 
 @dataclass(slots=True)
 class Admission:
-    """Candidates that are about to take part, and the ranks that have agreed."""
+    """Joining workers that are about to take part, and the ranks that have agreed."""
 
-    candidates: frozenset[int]
+    joiners: frozenset[int]
     trial_s: float  # in which they must take their first step, once others wait for them
     called: set[int] = field(default_factory=set)
     before: Sequence[int] = ()  # who took part until it was over
@@ -71,7 +71,7 @@ class Elastic:
         with state.changed:
             if applicant.resumed is None and members.resumed is not None:  # its own workers come first
                 state.changed.wait_for(lambda: members.restored or state.failure is not None, timeout_s)
-            if rank is None or not members.takes_candidates or members.least is None:
+            if rank is None or not members.takes_joiners or members.least is None:
                 return
 
             def is_free() -> bool:
@@ -81,29 +81,29 @@ class Elastic:
             state.changed.wait_for(is_free, min(timeout_s, SILENT_S + _NOTICED_S))
 
     def ready(self, rank: int, training: int) -> dict[str, object]:
-        """The candidates that are ready, as `rank` is from now on if it is one; see ReadyRequest."""
+        """The joiners that are ready, as `rank` is from now on if it is one; see ReadyRequest."""
         with self._state.changed:
             self._state.raise_failure()
             members = self._state.roster
-            if rank not in members.view.ranks and len(members.gone()) == len(members.view.ranks):
+            if rank not in members.view.ranks and len(members.departed()) == len(members.view.ranks):
                 raise JoinError("this worker cannot join the job under way: it has ended")
             if rank in members.view.ranks:
                 self._training = training
             elif rank in members.members and members.members[rank].ready != training:
                 members.members[rank].ready = training
                 self._state.announce(Header(Kind.READY))
-            return {"candidates": members.candidates(training), "training": self._training}
+            return {"candidates": members.joiners(training), "training": self._training}
 
-    def admit(self, rank: int, candidates: Collection[int], timeout_s: float) -> dict[str, object]:
+    def admit(self, rank: int, joiners: Collection[int], timeout_s: float) -> dict[str, object]:
         """Returns who takes part once all ranks of the view have called it; see AdmitRequest."""
         state, members = self._state, self._state.roster
         with state.changed:
             state.raise_failure()
-            admission = self.admission = self.admission or Admission(frozenset(candidates), _HELD * timeout_s)
-            if admission.candidates != frozenset(candidates):
+            admission = self.admission = self.admission or Admission(frozenset(joiners), _HELD * timeout_s)
+            if admission.joiners != frozenset(joiners):
                 raise ProtocolError(
-                    f"all ranks must admit the same candidates, got {sorted(candidates)} from rank {rank}, others "
-                    f"{sorted(admission.candidates)}"
+                    f"all ranks must admit the same joining workers, got {sorted(joiners)} from rank {rank}, others "
+                    f"{sorted(admission.joiners)}"
                 )
             admission.called.add(rank)
             state.changed.notify_all()
@@ -119,7 +119,7 @@ class Elastic:
         if admission.over or not admission.called >= set(self._state.roster.view.ranks):
             return admission.over
         admission.before = self._state.roster.view.ranks
-        view, effects = self._state.roster.admit(admission.candidates, time.monotonic() + admission.trial_s)
+        view, effects = self._state.roster.admit(admission.joiners, time.monotonic() + admission.trial_s)
         if view.ranks != admission.before:
             self._state.shard.set_view(view)
             for _, item in self._state.shard.slices():
@@ -137,9 +137,9 @@ class Elastic:
             match effect:
                 case roster.Log(what):
                     self._state.log(what)
-                case roster.Tell(loss):
+                case roster.Notify(loss):
                     self._state.announce(Header(Kind.LOST, index=loss.rank, step=_STEPS[loss.how]), loss.why.encode())
-                case roster.TellAdmitted(before, present):
+                case roster.NotifyAdmitted(before, present):
                     # In the same stream as what tells of losses before and after, so that all come in their order.
                     frame = frames.encode_admitted(before, present)
                     for rank in present:
@@ -162,12 +162,12 @@ class Elastic:
             if self._state.failure is not None or (change := self._state.roster.lose(rank, why, how)) is None:
                 return False
             after = self._execute(change[1])
-            if (changed := change[0] is not before) and (ended := self._state.recording.gone(rank)):
+            if (changed := change[0] is not before) and (ended := self._state.recording.departed(rank)):
                 self._state.announce(Header(Kind.TRACE, step=ended))
         for each in after:
             each()
         if changed:
-            self._state.shard.bound.quiesce(rank, gone=True)
+            self._state.shard.bound.quiesce(rank, departed=True)
             self._change_view()
         return True
 
@@ -232,7 +232,7 @@ class Elastic:
             if silent_s > SILENT_S and state.roster.members[rank].state is State.STREAMING:
                 silent.append((rank, f"has been silent for {silent_s:.1f} s"))
         for rank, why in silent:
-            if not self.lose(rank, why, How.SILENT) and state.failure is None and rank in state.roster.members:
+            if not self.lose(rank, why, How.SUSPECTED) and state.failure is None and rank in state.roster.members:
                 state.fail(WorkerLostError(f"{state.roster.describe(rank)} {why}"))
         config = state.shard.config
         if (error := state.roster.too_few(time.monotonic(), config.rejoin_timeout_s)) is not None:

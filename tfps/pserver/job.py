@@ -46,7 +46,7 @@ class Joined(NamedTuple):
 
     rank: int
     shared_memory: bool
-    candidate: bool
+    pending: bool
     present: Sequence[int]
     generation: int
 
@@ -101,10 +101,10 @@ class Job:
             )
 
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Joined:
-        """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
+        """Adds a worker, which shares `memory`: as a member, or as one that joins in the place of one that was lost."""
         state, roster = self._state, self._state.roster
         with state.changed:
-            joins = roster.takes_candidates and config.elastic and applicant.rank in (None, *roster.lost)
+            joins = roster.takes_joiners and config.elastic and applicant.rank in (None, *roster.lost)
             if joins and not config.steps_together:
                 raise UnsupportedError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
@@ -130,13 +130,13 @@ class Job:
                     recorder=state.recorder,
                     rank=member.rank,
                 )
-                for number, ranks in state.shard.sets.told():
+                for number, ranks in state.shard.sets.notified():
                     state.queues[member.rank].put_urgent(frames.encode_ranks(number, ranks))
-            candidate = roster.takes_candidates and member.rank not in roster.view.ranks
-            if candidate:
-                state.log(f"has a candidate: {member} may take part at the next step boundary")
+            pending = roster.takes_joiners and member.rank not in roster.view.ranks
+            if pending:
+                state.log(f"has a joining worker: {member} may take part at the next step boundary")
             view = roster.view
-            return Joined(member.rank, member.rank in state.memory, candidate, view.ranks, view.generation)
+            return Joined(member.rank, member.rank in state.memory, pending, view.ranks, view.generation)
 
     def _beat(self, late: bool) -> bool:
         self.elastic.lose_overdue(self.declarations.late())
@@ -147,7 +147,7 @@ class Job:
         with self._state.changed:
             self._state.raise_failure()
             member = self._state.roster.members.get(rank)
-            if member is None or member.state is State.GONE or stream in member.streams:
+            if member is None or member.state is State.DEPARTED or stream in member.streams:
                 raise ConnectError(f"rank {rank} has not joined this pserver, has left it, or has a stream already")
             member.streams.add(stream)
             self._state.queues[rank].heard()
@@ -165,7 +165,7 @@ class Job:
             member = self._state.roster.members.get(rank)
             if member is None or self._state.queues[rank] is not queue:
                 return  # it has been lost, and maybe another one has its number
-            lost = member.state is not State.GONE
+            lost = member.state is not State.DEPARTED
         why = f"died at step {member.step}: its connection ended without a leave"
         if lost and self.elastic.lose(rank, why):
             return
@@ -183,7 +183,7 @@ class Job:
         state, roster = self._state, self._state.roster
         with state.changed:
             member = roster.members.get(rank)
-            if member is None or member.state is State.GONE:
+            if member is None or member.state is State.DEPARTED:
                 return
             if rank not in roster.view.ranks:
                 self.elastic.lose(rank, f"has left: {reason or failure or 'it did not say why'}")
@@ -205,11 +205,11 @@ class Job:
                 state.log("has ended: all its workers have left")
                 self.moving.remove_snapshots()
             state.changed.notify_all()
-            if ended := state.recording.gone(rank):
+            if ended := state.recording.departed(rank):
                 state.announce(Header(Kind.TRACE, step=ended))
         state.queues[rank].close()
         state.end_lone_streams()
-        state.shard.bound.quiesce(rank, gone=True)
+        state.shard.bound.quiesce(rank, departed=True)
         if roster.goes_on(1):
             self.elastic.leave_view(rank)
         for bucket, item in state.shard.slices():
@@ -219,7 +219,7 @@ class Job:
         self.rounds.release()
 
     def _go(self, member: Member, *, ended: int = 0, lost: bool = False) -> None:
-        member.state, self._state.some_left = State.GONE, True
+        member.state, self._state.some_departed = State.DEPARTED, True
         member.ended += ended
         if lost or member.ended >= len(member.streams):  # none of its frames can come any more, or count
             self._state.memory.pop(member.rank, None)
@@ -231,7 +231,7 @@ class Job:
             if self._state.roster.over:  # the recorder is the next job's
                 raise ClosedError("all workers have left the job, so nothing of it can be recorded")
             if on:
-                others = set(self._state.roster.view.ranks[1:]) - set(self._state.roster.gone())
+                others = set(self._state.roster.view.ranks[1:]) - set(self._state.roster.departed())
                 self._state.recording.start(number, () if self._state.shard.index else others)
             else:
                 self._state.recording.stop(number, self._state.shard.index)
@@ -299,7 +299,7 @@ class Session:
         if self._job.elastic.is_current(self.rank, self.queue):
             self._take(self._job.rounds.push, header, payload, place)
 
-    def notice(self, header: Header, payload: memoryview) -> None:
+    def control(self, header: Header, payload: memoryview) -> None:
         self._arrived(payload)
         if header.kind != Kind.SCALARS:
             raise not_expected(header, Kind.PUSH)

@@ -17,7 +17,7 @@ from tfps.pserver.slices import OwnedSlice, Push, SumSlice
 from tfps.pserver.state import JobState
 from tfps.pserver.table_slice import TableSlice
 from tfps.wire import frames
-from tfps.wire.frames import ASK, EMPTY, Header, Kind
+from tfps.wire.frames import EMPTY, LOOKUP, Header, Kind
 from tfps.wire.shared_memory import Place, Target
 
 
@@ -54,7 +54,7 @@ class Rounds:
             target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
         answers, wait_ns = item.take(Push(rank, header, payload, target), bucket.next)
-        if not header.flags & ASK:  # rows are asked for ahead
+        if not header.flags & LOOKUP:  # lookups may be prefetches
             member.step = max(member.step, header.step)
             if not bucket.spec.occasional:
                 member.trial_until_s = None
@@ -62,7 +62,7 @@ class Rounds:
         if answers:
             self._state.send(answers)
         self.hurry(header.bucket, item, header.index)
-        if self._state.some_left and (late := item.late(self._state.roster.gone())) is not None:
+        if self._state.some_departed and (late := item.late(self._state.roster.departed())) is not None:
             self._state.fail_left(late, bucket.spec.name)
         elif isinstance(item, AsyncSlice):
             self._check_assigned(item, self._state.shard.bound.quiesced(), bucket.spec.name)

@@ -21,11 +21,11 @@ from tfps.membership.view import RankSets, View
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
 from tfps.tables import files
 from tfps.tables.messages import decode_ids, decode_push, encode_some
-from tfps.tables.rounds import Answers, Applied, Asked, Rounds, Rows
+from tfps.tables.rounds import Answers, Applied, OpenLookup, Rounds, Rows
 from tfps.tables.spec import TableSpec
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import ASK, EMPTY, LAST, WHOLE
+from tfps.wire.frames import COMPLETE, EMPTY, LAST, LOOKUP
 
 _NOTHING = memoryview(b"")
 _LOOK_S = 0.5  # between looks whether the job has failed
@@ -41,7 +41,7 @@ class TableSlice(OwnedSlice):
         self.label, self.table, self.rounds = rounds.table.label, rounds.table, rounds
         self._codec, self._saved = codec, saved
         self._applied = threading.Condition(self.lock)  # notified when a step has been, and when nothing is held
-        self._meetings: dict[str, set[int]] = {}  # who has come to replace rows, by what with
+        self._replacing: dict[str, set[int]] = {}  # who has come to replace rows, by what with
         self._restored: list[str] = []  # what has been put in place of rows, by its id
         self._restored_by: Counter[int] = Counter()  # by rank, how much of it
 
@@ -60,13 +60,13 @@ class TableSlice(OwnedSlice):
                 raise ProtocolError(f"rows of {self.label} must come in frames, got {push.target.place}")
             self._arrived(push, now_ns)
             last = bool(header.flags & LAST)
-            if header.flags & ASK:
+            if header.flags & LOOKUP:
                 ids, size = decode_ids(push.payload)
-                if size != len(push.payload) or header.flags & ~(ASK | LAST | EMPTY):
+                if size != len(push.payload) or header.flags & ~(LOOKUP | LAST | EMPTY):
                     size = len(push.payload)
                     raise ProtocolError(f"rows of {self.label} must be asked for by ids alone, got {size} bytes")
-                asked = Asked(push.rank, header, ids, now_ns)
-                return self._frames(self.rounds.ask(asked, trains=not header.flags & EMPTY, complete=last)), 0
+                lookup = OpenLookup(push.rank, header, ids, now_ns)
+                return self._frames(self.rounds.lookup(lookup, trains=not header.flags & EMPTY, complete=last)), 0
             part = decode_push(push.payload, self.table.spec.dim, self._codec)
             late_ns = self.rounds.late_ns(header.step, now_ns) if last else 0
             return self._frames(self.rounds.add(push.rank, header, part, now_ns, last=last)), late_ns
@@ -78,12 +78,12 @@ class TableSlice(OwnedSlice):
         return frames
 
     def _of_rows(self, answer: Rows) -> Answer:
-        asked, rows, chosen, last = answer
-        push = Push(asked.rank, asked.header, _NOTHING)
-        if last and len(asked.ids):  # how long they have been held back
-            self._record(push, asked.came_ns, 4 * self.table.spec.dim * len(asked.ids), push.header.index, "held")
+        lookup, rows, chosen, last = answer
+        push = Push(lookup.rank, lookup.header, _NOTHING)
+        if last and len(lookup.ids):  # how long they have been held back
+            self._record(push, lookup.came_ns, 4 * self.table.spec.dim * len(lookup.ids), push.header.index, "held")
         data = rows.reshape(-1).view(np.uint8).data if chosen is None else memoryview(encode_some(chosen, rows))
-        header = push.reply(LAST * last | WHOLE * (chosen is None))._replace(generation=1)
+        header = push.reply(LAST * last | COMPLETE * (chosen is None))._replace(generation=1)
         return Answer((push.rank,), header, data)
 
     def _of_update(self, answer: Applied) -> list[Answer]:
@@ -134,17 +134,17 @@ class TableSlice(OwnedSlice):
     def meet(self, rank: int, what: str, timeout_s: float, over: Callable[[], bool]) -> list[int]:
         """Waits until all ranks have come for `what`; returns who has not in time."""
         with self.lock:
-            came = self._meetings.setdefault(what, set())
+            came = self._replacing.setdefault(what, set())
             came.add(rank)
             if came >= set(self.rounds.view.ranks):
-                del self._meetings[what]  # who comes for it again waits again
+                del self._replacing[what]  # who comes for it again waits again
                 self._applied.notify_all()
             if not self._wait(lambda: came >= set(self.rounds.view.ranks), timeout_s, over) and not over():
                 missing = sorted(set(self.rounds.view.ranks) - came)
                 came.discard(rank)
                 return missing
-            if self._meetings.get(what) is came:  # the others were lost
-                del self._meetings[what]
+            if self._replacing.get(what) is came:  # the others were lost
+                del self._replacing[what]
             return []
 
     def save(self, request: Save) -> SavedRows:

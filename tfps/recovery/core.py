@@ -23,7 +23,7 @@ from tfps.recovery.files import Saved
 from tfps.recovery.journal import Journal, Push, Replay, Snapshot, Wanted
 from tfps.recovery.latest import Latest
 from tfps.recovery.machine import Broken, Effect, End, Event, Phase, Recovery, lacks
-from tfps.recovery.rows import Asked, RowsLatest, RowsReplay
+from tfps.recovery.rows import OpenLookup, RowsLatest, RowsReplay
 from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
@@ -61,34 +61,34 @@ _JOURNALS = ByKind(sum=_of_update, gather=_of_update, table=_of_rows)
 class ElasticBucket:
     """A bucket, as it goes from one `Worker` to the next."""
 
-    kept: Journal | None = None
+    journal: Journal | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)  # guards all
     worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
     pushes: deque[Push] = field(default_factory=deque)  # that have not been answered
     replies: int = 0
     last: Reply = field(default_factory=Reply)
-    gone: bool = False  # whether nobody has what pservers kept
+    unrecoverable: bool = False  # nobody has what pservers kept
     # Of a table:
     saving: Worker | None = None  # that has pservers write a snapshot: pushes wait for it
-    asks: list[Asked] = field(default_factory=list)  # that have not been answered
-    behind: bool = False  # whether they wait until pushes have been given again
-    asked: int = -1  # the newest step that has asked for rows to train them,
+    lookups: list[OpenLookup] = field(default_factory=list)  # that have not been answered
+    needs_replay: bool = False  # lookups wait until pushes have been given again
+    last_lookup: int = -1  # the latest step that has looked up rows to train them,
     begun: int = -1  # and when pservers changed last
-    ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
+    step_offset: int = 0  # by how much pservers count more steps, in other modes than "sync"
 
     @property
-    def log(self) -> Replay | None:
-        """What is kept, if rounds are computed again from it."""
-        return None if self.kept is None else self.kept.replay
+    def replay(self) -> Replay | None:
+        """The journal, if rounds are computed again from it."""
+        return None if self.journal is None else self.journal.replay
 
 
-def take(number: int, worker: Worker, kept: Journal, wanted: Wanted) -> None:
+def take(number: int, worker: Worker, journal: Journal, wanted: Wanted) -> None:
     """Reads what the journal of a bucket wants, or has pservers save it, and waits."""
     if wanted.save is not None:
-        kept.wrote(wanted.ranks, saved_by(worker, wanted.save))
+        journal.wrote(wanted.ranks, saved_by(worker, wanted.save))
         return
     values = [worker.state.read(number, array, wanted.begin, wanted.nbytes) for array in wanted.arrays]
-    kept.took(Snapshot(wanted.ranks, wanted.begin, values))
+    journal.took(Snapshot(wanted.ranks, wanted.begin, values))
 
 
 def saved_by(worker: Worker, save: Save) -> Saved:
@@ -104,7 +104,7 @@ class Core:
         self.failures = FailureState()
         self.buckets: list[ElasticBucket] = []
         self.changed = threading.Condition()  # guards what follows; notified after each step of the machine
-        self.recovery = Recovery(config.rejoin_timeout_s, candidate=first.joining.candidate)
+        self.recovery = Recovery(config.rejoin_timeout_s, joining=first.joining.pending)
         self.sessions = {self.recovery.session: first}  # what the machine knows by numbers
         self.ended: set[int] = set()  # whose programs have ended, in earlier views
         self.closing_reason = ""  # why it has been closed
@@ -126,8 +126,8 @@ class Core:
         return self.recovery.phase
 
     @property
-    def is_candidate(self) -> bool:
-        return self.recovery.candidate
+    def is_joining(self) -> bool:
+        return self.recovery.joining
 
     @property
     def rank(self) -> int:
@@ -208,12 +208,12 @@ class Core:
     # Buckets
 
     def journal(self, bucket: ElasticBucket) -> Journal | None:
-        """What is kept; a candidate keeps nothing, as nobody gets what it pushes."""
-        return None if self.is_candidate else bucket.kept
+        """The journal of a bucket; a joining worker keeps none, as nobody gets what it pushes."""
+        return None if self.is_joining else bucket.journal
 
     def check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""
-        if self.buckets[number].gone:
+        if self.buckets[number].unrecoverable:
             raise WorkerLostError(
                 f"{self.missing(number)}: in the last steps before workers were lost or joined, or all had assigned "
                 "values"
@@ -230,9 +230,9 @@ class Core:
     def _loses_rows(self) -> bool:
         """Whether there are tables of which nothing is kept."""
         specs = self.worker.pushes.specs()
-        kept = {number for number, bucket in enumerate(self.buckets) if bucket.kept is not None}
+        numbers = {number for number, bucket in enumerate(self.buckets) if bucket.journal is not None}
         tables = {number for number, spec in enumerate(specs) if ONLY_ON_PSERVERS[spec.kind]}
-        return bool(tables - kept - {spec.replaces for spec in specs})
+        return bool(tables - numbers - {spec.replaces for spec in specs})
 
     # The end
 
@@ -255,8 +255,8 @@ class Core:
         """Answers what the worker that there is now does not."""
         for bucket in list(self.buckets):
             with bucket.lock:
-                waiting = [each.on_reply for each in bucket.pushes] + [each.on_reply for each in bucket.asks]
+                waiting = [each.on_reply for each in bucket.pushes] + [each.on_reply for each in bucket.lookups]
                 bucket.pushes.clear()
-                bucket.asks.clear()
+                bucket.lookups.clear()
             for on_reply in waiting:
                 on_reply(Reply(error=error))

@@ -26,7 +26,7 @@ class Declarations:
         self.count = core.worker.client.declarations
         self.lines: list[str] = []  # details of declarations without buckets, in order
         self.latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()
-        self.tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this candidate has declared
+        self.tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this joining worker has declared
 
     def declare(self, specs: Sequence[BucketSpec], details: Sequence[str], stop: threading.Event | None) -> list[int]:
         """See `Exchange.declare`."""
@@ -38,7 +38,7 @@ class Declarations:
                 if worker.client.declarations != self.count:  # else the job had declared it before this worker came
                     self.count, self.latest = worker.client.declarations, (specs, details)
                 self.lines += [] if specs else list(details)
-                self.tried += [(specs, details)] if worker.joining.candidate else []
+                self.tried += [(specs, details)] if worker.joining.pending else []
                 self._know(worker)
             return ids
 
@@ -54,24 +54,24 @@ class Declarations:
             self._know(worker)
             for number, bucket in enumerate(core.buckets):
                 bucket.replies = worker.state.steps(number)
-                if bucket.log is not None:
-                    bucket.log.begin(bucket.replies)
+                if bucket.replay is not None:
+                    bucket.replay.begin(bucket.replies)
 
     def _know(self, worker: Worker) -> None:
         """Knows all buckets that `worker` has. Caller holds the lock."""
         core, first = self._core, len(self._core.buckets)
         for number, spec in enumerate(worker.pushes.specs()[first:], first):
-            kept = journal_of(number, core.rank, spec, core.config, self._run)
-            core.buckets.append(bucket := ElasticBucket(kept, worker=worker))
-            if kept is None and ONLY_ON_PSERVERS[spec.kind] and core.rank == core.view.ranks[0]:
+            journal = journal_of(number, core.rank, spec, core.config, self._run)
+            core.buckets.append(bucket := ElasticBucket(journal, worker=worker))
+            if journal is None and ONLY_ON_PSERVERS[spec.kind] and core.rank == core.view.ranks[0]:
                 logger.warning(
                     "tfps: the loss of a pserver ends this job, as it has the rows of table '%s' alone: snapshot_steps "
                     "and snapshot_folder let training survive that",
                     spec.name,
                 )
-            if kept is not None and spec.replaces is not None:  # it goes on with the rows of another one
+            if journal is not None and spec.replaces is not None:  # it goes on with the rows of another one
                 old = core.buckets[spec.replaces]
-                bucket.ahead = old.ahead
-                if old.kept is not None:
-                    kept.follow(old.kept)
-                old.kept = None
+                bucket.step_offset = old.step_offset
+                if old.journal is not None:
+                    journal.follow(old.journal)
+                old.journal = None

@@ -8,7 +8,7 @@ logging: Elnozahy et al., https://doi.org/10.1145/568522.568525.)
 
 A journal talks to no pserver: it returns what is to be read, written or saved, and gets what has been found.
 
-Tested in tests/worker/test_kept_by_workers.py, tests/recovery/test_search.py and tests/elastic/test_lost_pservers.py.
+Tested in tests/worker/test_replay.py, tests/recovery/test_search.py and tests/elastic/test_lost_pservers.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Write(NamedTuple):
 class Push:
     """What has been pushed."""
 
-    payload: Payload | None  # as it was given: a newcomer gets the same object back (Reply.sum)
+    payload: Payload | None  # as it was given: a joining worker gets the same object back (Reply.sum)
     on_reply: OnReply
     collects: bool = False  # residuals: see State.collect_residual
     step_scalars: bytes = b""
@@ -292,7 +292,7 @@ def packed(reply: Reply) -> Buffer:
 
 
 def unpacked(reply: Reply, decision: pb.BucketDecision) -> Reply:
-    """The reply that the `giver` has given."""
+    """The reply that the donor has given."""
     ranks = sorted(decision.last)
     if reply.parts is None:
         return Reply(sum=reply.sum, ranks=ranks)

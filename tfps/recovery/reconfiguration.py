@@ -91,7 +91,7 @@ class Reconfiguration:
             case machine.Leave(session, reason):
                 asks = "this worker asks again to join the job"
                 meets = "the workers meet, to go on with the pservers that there are"
-                logger.warning("tfps: %s; %s", reason, asks if core.is_candidate else meets)
+                logger.warning("tfps: %s; %s", reason, asks if core.is_joining else meets)
                 threading.Thread(target=core.sessions[session].close, name="tfps-hang-up", daemon=True).start()
                 for bucket in core.buckets:  # nothing that comes from now on counts
                     with bucket.lock:
@@ -140,8 +140,8 @@ class Reconfiguration:
     def _can_move(self) -> bool:
         """Whether workers have all that pservers keep, so that these may change."""
         ranks = self._core.view.ranks
-        kept = [bucket.kept for bucket in self._core.buckets if bucket.kept is not None]
-        return not self._core.paused and all(each.oldest in (None, ranks) for each in kept)
+        journals = [bucket.journal for bucket in self._core.buckets if bucket.journal is not None]
+        return not self._core.paused and all(each.oldest in (None, ranks) for each in journals)
 
     def _agree_to_move(self, timeout_s: float) -> bool:
         """Whether the pservers may change now, for all workers."""
@@ -183,13 +183,13 @@ class Reconfiguration:
         if decision is not None:
             self._answered = self._restore(new, old, decision)
         else:
-            if not new.joining.candidate:
+            if not new.joining.pending:
                 raise ConnectError("the job is not under way any more")
             for specs, details in self._declarations.tried:
                 new.declare(specs, details)
             new.joining.tries_out, self._answered = self._joining.tries_out, []
         with core.changed:
-            core.deliver(machine.Restored(session, self._behind()))
+            core.deliver(machine.Restored(session, self._to_replay()))
             if core.worker is new:
                 self._declarations.count = new.client.declarations
                 core.ended.difference_update(new.view.ranks)
@@ -201,7 +201,7 @@ class Reconfiguration:
             generation=generation,
             ranks=view.ranks,
             lost=set(range(view.workers)).difference(view.ranks, self._joining.admitting),
-            silent=old.presence.silent,
+            silent=old.presence.suspected,
             declarations=self._declarations.count,
             buckets=[_report(bucket, view.ranks) for bucket in self._core.buckets],
             reason=reason,
@@ -248,24 +248,26 @@ class Reconfiguration:
         """Gives `new`, which goes on as all have decided, this rank's part of what pservers keep."""
         for number, bucket in enumerate(self._core.buckets):  # others declare again those that not all have
             each = decision.buckets[number] if number < len(decision.buckets) else pb.BucketDecision()
-            if bucket.gone:
+            if bucket.unrecoverable:
                 each = pb.BucketDecision(step=each.step, unrecoverable=True)
-            bucket.gone = each.unrecoverable
-            if (kept := bucket.kept) is not None:
-                if kept.replay is None:  # ranks step apart: all go on with the number of the first
+            bucket.unrecoverable = each.unrecoverable
+            if (journal := bucket.journal) is not None:
+                if journal.replay is None:  # ranks step apart: all go on with the number of the first
                     bucket.replies = each.step
-                if kept.files is not None and each.folder and not each.unrecoverable:
-                    kept.files.read(each.folder, new.tables.load(kept.files.load(each.step, each.folder)))
-                for write in kept.resume(each, tuple(decision.ranks), bucket.pushes):
+                if journal.files is not None and each.folder and not each.unrecoverable:
+                    journal.files.read(each.folder, new.tables.load(journal.files.load(each.step, each.folder)))
+                for write in journal.resume(each, tuple(decision.ranks), bucket.pushes):
                     new.state.write(number, *write)
-            bucket.begun = bucket.asked
+            bucket.begun = bucket.last_lookup
 
-    def _behind(self) -> frozenset[int]:
+    def _to_replay(self) -> frozenset[int]:
         """The buckets of which pushes are given again, which wait from now on. Caller holds the core's lock."""
         core = self._core
         for bucket in core.buckets:
-            bucket.behind = (bucket.log is not None and not core.is_candidate) or (bucket.gone and bool(bucket.pushes))
-        return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.behind)
+            bucket.needs_replay = (bucket.replay is not None and not core.is_joining) or (
+                bucket.unrecoverable and bool(bucket.pushes)
+            )
+        return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.needs_replay)
 
     def _use(self, session: int) -> None:
         core, new = self._core, self._core.sessions[session]
@@ -275,15 +277,15 @@ class Reconfiguration:
                 if core.recovery.session != session or core.phase.reconfigures:
                     return  # it has failed already: the next one gets all
                 bucket.worker = new
-                if not bucket.behind:
+                if not bucket.needs_replay:
                     try:
                         for push in list(bucket.pushes):
                             self._pushing.give(number, new, push)
                     except LATER:
                         if not core.is_lost(new):
                             raise
-                    self._tables.give_asks(number, new)
-        if core.is_candidate:
+                    self._tables.give_lookups(number, new)
+        if core.is_joining:
             return
         names = f"{'pserver' if len(new.addresses) == 1 else 'pservers'} {', '.join(new.addresses)}"
         logger.info("tfps: the job goes on with %d workers and %s", len(new.view.ranks), names)
@@ -298,14 +300,14 @@ class Reconfiguration:
             worker = core.worker
             if core.recovery.session != session or bucket.worker is not worker or core.over:
                 return  # the next one gets all
-            if bucket.pushes or bucket.asks:
+            if bucket.pushes or bucket.lookups:
                 core.check_there(number)
-            if (log := bucket.log) is not None and log.idle:
-                self._pushing.give(number, worker, log.next)
-            if log is not None and not (log.all_given and log.replies >= bucket.replies):
+            if (replay := bucket.replay) is not None and replay.idle:
+                self._pushing.give(number, worker, replay.next)
+            if replay is not None and not (replay.all_given and replay.replies >= bucket.replies):
                 return
-            bucket.behind = False
-            self._tables.give_asks(number, worker)
+            bucket.needs_replay = False
+            self._tables.give_lookups(number, worker)
         core.deliver(machine.CaughtUp(session, number))
 
     def _drop(self, effect: machine.Drop) -> None:
@@ -328,7 +330,7 @@ class Reconfiguration:
 
         for number, result in results.items():
             own = packed(self._core.buckets[number].last) if result.giver == self._core.rank else None
-            new.pushes.repeat(number, result.giver, own, functools.partial(take, number))
+            new.pushes.redeliver(number, result.giver, own, functools.partial(take, number))
         for _ in results:
             if not came.acquire(timeout=self._core.config.step_timeout_s):
                 raise WaitTimeoutError("the last replies of other ranks have not come")
@@ -342,6 +344,6 @@ def _report(bucket: ElasticBucket, everybody: Sequence[int]) -> pb.BucketReport:
     """What this worker has of a bucket."""
     last = sorted(bucket.last.ranks)
     report = pb.BucketReport(step=bucket.replies, last=last if last != list(everybody) else ())
-    if bucket.kept is not None:
-        bucket.kept.report(report)
+    if bucket.journal is not None:
+        bucket.journal.report(report)
     return report

@@ -9,7 +9,7 @@ snapshot before, each its own rows, and then pushes. Nothing of the table's size
 
 Where ranks have replaced rows, a snapshot counts only if all ranks have done so as often (`assigned`).
 
-Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py.
+Tested in tests/worker/test_replay_of_rows.py and tests/elastic/test_lost_tables.py.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class RowsPush(Push):
     """An update of rows."""
 
     update: RowUpdate = field(kw_only=True)  # with the step as the program counts
-    ahead: int = 0  # by how much pservers count more
+    step_offset: int = 0  # by how much pservers count more
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
+class OpenLookup:
     """A lookup that has not been answered."""
 
     request: Lookup
@@ -105,7 +105,7 @@ class RowsLatest(Journal):
     def begin(self, step: int) -> None:
         self._files.begin()
         self._given = 0  # pushes, since the last snapshot
-        self._save, self._saved = "", -1  # the folder, and the newest step in it
+        self._save, self._saved = "", -1  # the folder, and the latest step in it
         self._own = False  # whether this rank has had it written
         self._assigned = 0
 

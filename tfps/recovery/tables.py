@@ -1,6 +1,6 @@
-"""The `Tables` of an `ElasticExchange`: what has been asked is asked again; what is kept is in rows.py.
+"""The `Tables` of an `ElasticExchange`: a lookup without an answer is made again; the journals are in rows.py.
 
-Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py.
+Tested in tests/worker/test_replay_of_rows.py and tests/elastic/test_lost_tables.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tfps.exchange.requests import Assign, Load, Lookup, R, RowUpdate, Save, Sav
 from tfps.recovery.core import Core, saved_by
 from tfps.recovery.journal import Push
 from tfps.recovery.pushing import Pushing
-from tfps.recovery.rows import Asked, RowsPush
+from tfps.recovery.rows import OpenLookup, RowsPush
 from tfps.worker.worker import Worker
 
 _T = TypeVar("_T")
@@ -31,49 +31,49 @@ class ElasticTables:
         self._core, self._pushing = core, pushing
 
     def lookup(self, request: Lookup, on_reply: OnReply) -> None:
-        bucket, asked = declared(self._core.buckets, request.table), Asked(request, on_reply)
+        bucket, lookup = declared(self._core.buckets, request.table), OpenLookup(request, on_reply)
         with bucket.lock:
             # Under the lock: either this sees the end, or the end sees this.
             if (end := self._core.failures.end) is None:
                 self._core.check_there(request.table)
-                bucket.asks.append(asked)
-                if bucket.worker is not None and not bucket.behind:
-                    self._give(bucket.worker, asked)
+                bucket.lookups.append(lookup)
+                if bucket.worker is not None and not bucket.needs_replay:
+                    self._give(bucket.worker, lookup)
         if end is not None:
             on_reply(Reply(error=end))
 
-    def _give(self, worker: Worker, asked: Asked) -> None:
+    def _give(self, worker: Worker, lookup: OpenLookup) -> None:
         """Gives a lookup to `worker`. Caller holds the bucket's lock."""
-        request = asked.request
-        bucket, asked.worker = self._core.buckets[request.table], worker
-        bucket.asked = max(bucket.asked, request.step if request.trains else -1)
+        request = lookup.request
+        bucket, lookup.worker = self._core.buckets[request.table], worker
+        bucket.last_lookup = max(bucket.last_lookup, request.step if request.trains else -1)
         # Of a step that had begun with other pservers these do not know all that was asked for.
         own = replace(request, complete=request.complete and request.step > bucket.begun)
-        worker.tables.lookup(later(own, bucket.ahead), functools.partial(self._take_rows, worker, asked))
+        worker.tables.lookup(later(own, bucket.step_offset), functools.partial(self._take_rows, worker, lookup))
 
-    def give_asks(self, number: int, worker: Worker) -> None:
-        for asked in list(self._core.buckets[number].asks):
-            if asked.worker is not worker:
-                self._give(worker, asked)
+    def give_lookups(self, number: int, worker: Worker) -> None:
+        for lookup in list(self._core.buckets[number].lookups):
+            if lookup.worker is not worker:
+                self._give(worker, lookup)
 
-    def _take_rows(self, worker: Worker, asked: Asked, reply: Reply) -> None:
+    def _take_rows(self, worker: Worker, lookup: OpenLookup, reply: Reply) -> None:
         """Takes an answer, unless another worker will be asked."""
-        bucket = self._core.buckets[asked.request.table]
+        bucket = self._core.buckets[lookup.request.table]
         with bucket.lock:
             if bucket.worker is not worker or (reply.error is not None and self._core.goes_on(reply.error)):
                 return
-            if asked not in bucket.asks:
+            if lookup not in bucket.lookups:
                 return
-            bucket.asks.remove(asked)
-        asked.on_reply(reply)
+            bucket.lookups.remove(lookup)
+        lookup.on_reply(reply)
 
     def prefetch(self, request: Lookup) -> Wait | None:
         bucket = declared(self._core.buckets, request.table)
         with bucket.lock:
             worker = bucket.worker
-            if worker is None or bucket.behind:
+            if worker is None or bucket.needs_replay:
                 return None
-            wait = worker.tables.prefetch(later(request, bucket.ahead))
+            wait = worker.tables.prefetch(later(request, bucket.step_offset))
         return None if wait is None else functools.partial(self._wait, worker, request, wait)
 
     def _wait(self, worker: Worker, request: Lookup, wait: Wait, on_reply: OnReply) -> None:
@@ -81,10 +81,10 @@ class ElasticTables:
         bucket = self._core.buckets[request.table]
         with bucket.lock:
             if bucket.worker is worker and self._core.failures.end is None:
-                asked = Asked(request, on_reply, worker)
-                bucket.asks.append(asked)
-                bucket.asked = max(bucket.asked, request.step)
-                wait(functools.partial(self._take_rows, worker, asked))
+                lookup = OpenLookup(request, on_reply, worker)
+                bucket.lookups.append(lookup)
+                bucket.last_lookup = max(bucket.last_lookup, request.step)
+                wait(functools.partial(self._take_rows, worker, lookup))
                 return
         self.lookup(request, on_reply)
 
@@ -99,14 +99,14 @@ class ElasticTables:
         """
         answered: list[tuple[Push, Reply]] = []
         for number, bucket in enumerate(self._core.buckets):
-            if (kept := bucket.kept) is None or kept.files is None or kept.replay is not None:
+            if (journal := bucket.journal) is None or journal.files is None or journal.replay is not None:
                 continue
             with bucket.lock:
-                given = kept.dropped(bucket.pushes)
+                given = journal.dropped(bucket.pushes)
                 for push in given:
                     bucket.pushes.remove(push)
                 begun = [push.update.step + 1 for push in given if isinstance(push, RowsPush)]
-                bucket.ahead = bucket.replies - max(old.state.steps(number) - bucket.ahead, *begun, 0)
+                bucket.step_offset = bucket.replies - max(old.state.steps(number) - bucket.step_offset, *begun, 0)
             answered += [(push, Reply(sum=_NOTHING, step=bucket.replies)) for push in given]
         return answered
 
@@ -115,7 +115,7 @@ class ElasticTables:
 
         def save(worker: Worker) -> SavedRows:
             self._core.check_there(request.table)
-            return worker.tables.save(later(request, bucket.ahead))
+            return worker.tables.save(later(request, bucket.step_offset))
 
         return self._core.call(save)
 
@@ -131,15 +131,15 @@ class ElasticTables:
 
         def replace(worker: Worker) -> _T:
             core.check_there(request.table)
-            own = later(request, bucket.ahead)
-            if worker.joining.candidate:
+            own = later(request, bucket.step_offset)
+            if worker.joining.pending:
                 return what(worker.tables, own)  # the others have done it
-            found, kept, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks
-            if kept is not None and kept.files is not None:
-                saved = saved_by(worker, kept.files.save(own.step)) if core.rank == ranks[0] else None
+            found, journal, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks
+            if journal is not None and journal.files is not None:
+                saved = saved_by(worker, journal.files.save(own.step)) if core.rank == ranks[0] else None
                 with core.changed:
                     core.check_current(worker)
-                    kept.replaced(ranks, saved)
+                    journal.replaced(ranks, saved)
             return found
 
         return core.call(replace)

@@ -164,7 +164,7 @@ class Strategy(BaseStrategy):
             self._connection.users[self._user].callback(self.extended.staging.close)
         install_all()
         if self.extended.changes:
-            leave_on_sigterm(self._runtime, None if self.extended.staging is None else self.extended.staging.lockstep)
+            leave_on_sigterm(self._runtime, None if self.extended.staging is None else self.extended.staging.agreement)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -262,7 +262,7 @@ class Strategy(BaseStrategy):
     def synchronize(self) -> None:
         """Brings all workers to the same parameters where they do not step together (`Config.mode`; docs/modes.md).
 
-        In mode "async" these are the newest. In "diloco" and "local" it ends the round: workers exchange what they have
+        In mode "async" these are the latest. In "diloco" and "local" it ends the round: workers exchange what they have
         trained since the last exchange, and those that have made fewer steps than others make up for the exchanges
         that they have not come to. Every rank must call it. `fit` does so: "async" at the end of each epoch, the others
         at its end. A custom loop needs it where numbers of steps differ between workers, and at its end: before it
@@ -405,7 +405,7 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     connection = _Connection(cluster, config)
     connection.users[user] = contextlib.ExitStack()
     try:
-        share_random_states(connection.runtime, for_newcomers=config.elastic)
+        share_random_states(connection.runtime, for_joiners=config.elastic)
         exchange = connection.runtime.exchange
         cache_apart(exchange.rank, exchange.view, changes=config.elastic)
     except BaseException:

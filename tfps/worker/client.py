@@ -1,6 +1,6 @@
 """What a worker tells and asks its pservers beside its pushes: joining, declaring, what they keep, waits, captures.
 
-Tested in tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_kept.py,
+Tested in tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_updating.py,
 tests/worker/test_async.py, tests/worker/test_worker_starts.py and tests/runtime/test_interrupts.py.
 """
 
@@ -195,9 +195,9 @@ class PserverClient:
         request = pb.ReadyRequest(**self.me, training=training)
         return self.pservers[0].call("Ready", request, _CALL_TIMEOUT_S)
 
-    def admit(self, candidates: Sequence[int], timeout_s: float) -> pb.AdmitReply:
-        """Lets candidates take part, as all ranks do; returns what the first pserver says."""
-        request = pb.AdmitRequest(**self.me, candidates=candidates, timeout_s=timeout_s)
+    def admit(self, joiners: Sequence[int], timeout_s: float) -> pb.AdmitReply:
+        """Lets joiners take part, as all ranks do; returns what the first pserver says."""
+        request = pb.AdmitRequest(**self.me, candidates=joiners, timeout_s=timeout_s)
         first, *_ = (pserver.call("Admit", request, timeout_s + _ANSWER_MARGIN_S) for pserver in self.pservers)
         return first
 
@@ -246,9 +246,9 @@ class PserverClient:
 
     def quiesce(self) -> None:
         self._failures.check()
-        self._tell("Rest", pb.RestRequest(**self.me), self._config.step_timeout_s)
+        self._notify("Rest", pb.RestRequest(**self.me), self._config.step_timeout_s)
 
-    def _tell(self, name: str, request: Message, timeout_s: float) -> None:
+    def _notify(self, name: str, request: Message, timeout_s: float) -> None:
         for pserver in self.pservers:
             pserver.call(name, request, timeout_s)
 
@@ -316,14 +316,14 @@ class PserverClient:
 
     def tune(self, layout: Layout) -> None:
         """Tells all pservers, and through them all workers, of a layout; see Layout in protos/tfps.proto."""
-        self._tell("Tune", pb.TuneRequest(**self.me, layout=control.layout_message(layout)), _TUNE_TIMEOUT_S)
+        self._notify("Tune", pb.TuneRequest(**self.me, layout=control.layout_message(layout)), _TUNE_TIMEOUT_S)
 
     # Captures; see Records in protos/tfps.proto
 
     def trace(self, number: int, on: bool) -> None:
         """Begins or ends a capture on all pservers."""
         self._failures.check()
-        self._tell("Trace", pb.TraceRequest(**self.me, number=number, on=on), _CALL_TIMEOUT_S)
+        self._notify("Trace", pb.TraceRequest(**self.me, number=number, on=on), _CALL_TIMEOUT_S)
 
     def collect(self, number: int, timeout_s: float) -> list[pb.Records]:
         """All records of a capture that come within `timeout_s`."""
@@ -423,5 +423,5 @@ def _join_blocked_by(pserver: Pserver) -> str:
     except TfpsError:
         why = trouble(pserver.address)
         return f"pserver {pserver.address}, which does not answer{why and f' ({why})'}; is tfps_pserver running there?"
-    members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.members if m.state != "gone")
+    members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.members if m.state != "departed")
     return f"pserver {pserver.address}, where an earlier job has not ended: {members} is there" if members else ""

@@ -79,7 +79,7 @@ class EmbeddedState:
         if codec is None:
             copied[:] = np.frombuffer(new, np.uint8)
         else:
-            encoded = Delta(codec, kept.worker_view).encode(np.frombuffer(new, np.float32))
+            encoded = Delta(codec, kept.shadow).encode(np.frombuffer(new, np.float32))
             codec.decode(encoded, copied.view(np.float32))
         return copied
 
@@ -186,7 +186,7 @@ class EmbeddedPeers:
 class NobodyJoins:
     """The `Joining` of a job of one worker."""
 
-    candidate = told = False
+    pending = notified = False
     least = 0
 
     def __init__(self, rank: int) -> None:
@@ -201,13 +201,13 @@ class NobodyJoins:
     def take_part(self, training: int) -> Sequence[int] | None:
         return [self._rank]
 
-    def candidates(self, training: int) -> list[int]:
+    def joiners(self, training: int) -> list[int]:
         return []
 
     def begun(self, training: int) -> int:
         return training
 
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
+    def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         return None
 
 

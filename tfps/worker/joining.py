@@ -1,6 +1,6 @@
 """How a worker joins a job under way, and how it lets others join: the `Joining` of a `Worker`.
 
-Tested in tests/worker/test_newcomers.py and tests/worker/test_joining_again.py.
+Tested in tests/worker/test_joiners.py and tests/worker/test_joining_again.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfps.worker.presence import Presence
 from tfps.worker.trial import JobsBuckets, Trial
 
 logger = logging.getLogger("tfps")
-_READY_S = 0.5  # between a newcomer's questions whether the training that it waits for is over
+_READY_S = 0.5  # between a joining worker's questions whether the training that it waits for is over
 Commit = Callable[[Sequence[pb.DeclaredReply]], None]
 
 
@@ -41,7 +41,7 @@ class WorkerJoining:
         self._config, self._client, self._presence = config, client, presence
         self._failures, self._losses, self._learn, self._commit = failures, losses, learn, commit
         self.least = config.min_workers or 0
-        self.told = False  # that others are ready to take part
+        self.notified = False  # that others are ready to take part
         self.on_joined: Callable[[], object] = lambda: None  # called before it takes part
         self.trial: Trial | None = None  # until it takes part
         self.known: JobsBuckets | None = None  # of a job that this worker has come to
@@ -57,7 +57,7 @@ class WorkerJoining:
         return self._client.membership.view
 
     @property
-    def candidate(self) -> bool:
+    def pending(self) -> bool:
         return self.trial is not None
 
     @property
@@ -114,19 +114,21 @@ class WorkerJoining:
         self.on_joined()
         self.trial = None
 
-    def candidates(self, training: int) -> list[int]:
+    def joiners(self, training: int) -> list[int]:
         return list(self._client.ready(training).candidates)
 
     def begun(self, training: int) -> int:
         return int(self._client.ready(training).training)
 
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
+    def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         before = self._presence.admissions()
-        reply = self._client.admit(candidates, self._config.step_timeout_s)
+        reply = self._client.admit(joiners, self._config.step_timeout_s)
         joined = sorted(set(reply.present).difference(reply.before))
-        told = self._presence.wait_admitted(before, lambda: self._failures.end is not None, self._config.step_timeout_s)
+        notified = self._presence.wait_admitted(
+            before, lambda: self._failures.end is not None, self._config.step_timeout_s
+        )
         self._failures.check()
-        if not told:
+        if not notified:
             rank = self._client.membership.rank
             raise WaitTimeoutError(f"rank {rank}: the pservers have not told who takes part now")
         for rank in joined:

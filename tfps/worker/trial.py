@@ -1,6 +1,6 @@
 """A worker that has joined a job under way, until it takes part: what it exchanges, and the job's buckets.
 
-Tested in tests/worker/test_newcomers.py and tests/elastic/test_joined.py.
+Tested in tests/worker/test_joiners.py and tests/elastic/test_joined.py.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Trial:
             return
         self._alone.push(bucket, payload, on_reply)
 
-    def tell_admitted(self, pserver: int, others: Sequence[int]) -> None:
+    def notify_admitted(self, pserver: int, others: Sequence[int]) -> None:
         """Notes that a pserver lets it take part, and the ranks of those who took part before."""
         self._admitted.add(pserver)
         if pserver == 0:

@@ -129,7 +129,7 @@ class Worker:
             for pserver in self._pservers:
                 pserver.explain = self._explain
             self._tuner = Tuner(config, self.client, self._queues, self._memory, self.tune)
-            if self.joining.candidate:
+            if self.joining.pending:
                 self._learn()
             else:
                 # Ends when all workers have joined: everything above is built before any frame comes.
@@ -238,14 +238,14 @@ class Worker:
         if self._left.acquire(blocking=False):
             self.client.leave(self._farewell, reason)
 
-    def fail(self, error: TfpsError, told: bool = False) -> None:
-        """See `Exchange.fail`; `told`: it came from a pserver, which told all workers."""
+    def fail(self, error: TfpsError, notified: bool = False) -> None:
+        """See `Exchange.fail`; `notified`: it came from a pserver, which notified all workers."""
         if self._farewell is not None:  # what has failed here is the reason, even if its stream's end is known first
             error = self._farewell
         else:
             who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
             known = (
-                told
+                notified
                 or isinstance(error, JoinError)
                 or (self.config.outlives_pservers and isinstance(error, PserverLostError))
             )
@@ -271,7 +271,7 @@ class Worker:
                 for number, spec in zip(found, specs, strict=True):
                     self._buckets[number].spec = spec
                 return found
-            if self.joining.candidate:
+            if self.joining.pending:
                 first = [*specs, *details][0]
                 raise MismatchError(
                     f"rank {self.rank} joins a job under way, and declares what that has not declared, {first}: it "
@@ -284,7 +284,7 @@ class Worker:
                 raise
             except TfpsError as error:
                 if self._failures.end is None:
-                    self.fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
+                    self.fail(error, notified=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
             if self._is_chief and any(map(tunable, specs)):
                 self._tuner.probe()
@@ -366,13 +366,13 @@ class Worker:
             self.captures.take(header)
             return
         if header.kind == Kind.READY:
-            self.joining.told = True
+            self.joining.notified = True
             return
         if header.kind == Kind.ADMITTED:
             ranks = decode_ranks(payload)
             self.presence.admit(pserver, ranks)
             if (trial := self.joining.trial) is not None:
-                trial.tell_admitted(pserver, ranks[: header.index])
+                trial.notify_admitted(pserver, ranks[: header.index])
             return
         if header.kind == Kind.OFFER:
             self._on_offer(bytes(payload).decode("utf-8", "replace"))
@@ -390,7 +390,7 @@ class Worker:
     def _cut_anew(self, layout: Layout) -> None:
         self.info.slice_bytes, self.info.window_bytes = layout.slice_bytes, layout.window_bytes
         cuttings = cut_anew(self.pushes.specs(), layout, self.view.pservers, self.config.placement)
-        self.pushes.cut_anew(cuttings, at_once=self.joining.candidate)
+        self.pushes.cut_anew(cuttings, at_once=self.joining.pending)
 
     # Pushing
 

@@ -1,4 +1,4 @@
-"""Jobs of mode "async" outlive pservers: workers write the newest parameters, and snapshots of slots."""
+"""Jobs of mode "async" outlive pservers: workers write the latest parameters, and snapshots of slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfps.config import Config, Security
 from tfps.errors import WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.pserver.regrouping import offer
+from tfps.pserver.rendezvous import offer
 from tfps.recovery.exchange import ElasticExchange
 from tfps.types import Array
 from tfps.worker.client import PserverClient
@@ -117,7 +117,7 @@ class Training(moving.Job):
 
 
 @pytest.mark.parametrize(("every", "update"), [(1, SGD), (100, SGD), (1, PLAIN)], ids=str)
-def test_training_goes_on_with_the_newest_that_each_worker_has(
+def test_training_goes_on_with_the_latest_that_each_worker_has(
     cluster: Cluster, every: int, update: UpdateSpec
 ) -> None:
     job = Training(cluster, every, update=update)

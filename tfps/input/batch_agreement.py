@@ -41,7 +41,7 @@ Answer = Callable[[int | None, str, int, Sequence[int]], None]
 
 
 @dataclass(eq=False)
-class _Verdict:
+class _Decision:
     """The ranks' joint result for one position: all have a batch, or the reason why not."""
 
     all_have: bool
@@ -53,16 +53,16 @@ class _Verdict:
 
 @dataclass(eq=False)
 class IteratorProgress:
-    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `Lockstep` guards the rest."""
+    """How far one iterator is, here and on the other ranks. Any thread may set `closed`; `agreement` guards others."""
 
-    lockstep: Lockstep
+    agreement: BatchAgreement
     batches: int | None  # how many there are, if known
     answer: Answer  # called once per request, on any thread
     meets: bool  # the ranks synchronize at the first batch that eager code takes
-    foresees: bool  # the end of the data is known before the next batch is requested
-    whole: bool = False  # each rank has the whole batch, and knows its part when the ranks that take it are known
+    knows_end: bool  # the end of the data is known before the next batch is requested
+    is_global: bool = False  # each rank has the global batch, and knows its part when the ranks that take it are known
     begin: int = 0  # the first position here: others have taken those before
-    gone: bool = False
+    closed: bool = False
     place: int | None = None  # index among the iterators in lockstep, the same on all ranks
     asked: int = 0  # number of positions requested
     known: int = 0  # number that exist
@@ -81,11 +81,11 @@ class IteratorProgress:
     ready: dict[int, int] = field(default_factory=dict)  # keys of staged batches, by position
     rows: dict[int, int] = field(default_factory=dict)  # of batches that may still be announced, by position
     waiting: deque[tuple[int, bool]] = field(default_factory=deque)  # requests: position, whether in lockstep
-    verdicts: dict[int, _Verdict] = field(default_factory=dict)
+    decisions: dict[int, _Decision] = field(default_factory=dict)
 
     def exists(self, position: int, rows: int, digest: int = batch_digests.NOTHING) -> None:
         """Notes that a batch exists at `position`, with `rows` on this rank, and the digest of what all ranks make."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.known = position + 1
             self.rows[position] = rows
             if digest != batch_digests.NOTHING:
@@ -93,29 +93,29 @@ class IteratorProgress:
 
     def allow(self, batches: int) -> None:
         """Notes that so many more may be read; only these can be announced ahead."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.allowed = (self.begin if self.allowed is None else self.allowed) + batches
 
     def staged(self, position: int, key: int) -> None:
         """Notes that the batch at `position` is ready."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.ready[position] = key
 
     def ended(self, error: str) -> None:
         """Notes that there are no more batches: because of `error`, or ("") at the end of the data."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.end, self.error = self.known, error
 
     def leave(self) -> None:
         """Stops answering requests."""
-        with self.lockstep.changes(self):
-            self.gone = True
+        with self.agreement.changes(self):
+            self.closed = True
             self.answer = lambda key, error, rows, ranks: None
 
     def close(self) -> None:
         """Tells waiting requests that the strategy is closed, and sends announcements other ranks may wait for."""
-        with self.lockstep.changes(self):
-            self.gone = True
+        with self.agreement.changes(self):
+            self.closed = True
             while self.waiting:
                 self.waiting.popleft()
                 self.answer(None, CLOSED, UNKNOWN, ())
@@ -126,12 +126,12 @@ class IteratorProgress:
             return _UNKNOWN if self.batches is None else max(self.batches - position, 1)
         if self.end is not None:
             return _FAILED if self.error and position == self.end else _NONE
-        if self.gone:  # not requested here any more; a counting loop may leave before it sees the end
+        if self.closed:  # not requested here any more; a counting loop may leave before it sees the end
             return _NONE if self.batches is not None and position >= self.batches else _UNKNOWN
         return None
 
 
-class Lockstep:
+class BatchAgreement:
     """Coordinates all iterators of one runtime's strategies across several workers."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -143,7 +143,7 @@ class Lockstep:
         self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
         self.places = 0  # of iterators in lockstep so far
         self.admits = False  # whether the program stops between two batches for those who want to join
-        self.newcomers: frozenset[int] = frozenset()  # who joins, until the first batch that they take is agreed on
+        self.joiners: frozenset[int] = frozenset()  # who joins, until the first batch that they take is agreed on
         self._pause: tuple[IteratorProgress, int] | None = None  # the last batch that it takes before it does
         self._failure = ""
         self._warned = False
@@ -165,13 +165,15 @@ class Lockstep:
         answer: Answer,
         *,
         meets: bool = False,
-        foresees: bool = True,
-        whole: bool = False,
+        knows_end: bool = True,
+        is_global: bool = False,
         begin: int = 0,
     ) -> IteratorProgress:
         """Follows the iterator with this unique `number`, negative for a loop inside a function."""
         with self._lock:
-            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, foresees, whole, begin)
+            progress = self._iterators[number] = IteratorProgress(
+                self, batches, answer, meets, knows_end, is_global, begin
+            )
             progress.asked = progress.known = progress.owed = begin
             progress.joined = begin or None
         return progress
@@ -212,7 +214,7 @@ class Lockstep:
         """
         with self._lock:
             progress = self._iterators.get(number)
-            if progress is None or progress.gone:
+            if progress is None or progress.closed:
                 return
             position, progress.asked = progress.asked, progress.asked + 1
             exchanges = self.runtime.exchanges
@@ -227,8 +229,8 @@ class Lockstep:
                 if position > progress.owed:  # those between followed steps that exchanged nothing
                     progress.agreed = position
                 start = max(progress.owed, position)
-                foresees = progress.foresees and (progress.allowed is None or position + 1 < progress.allowed)
-                progress.owed = position + 1 + (trains and foresees)
+                knows_end = progress.knows_end and (progress.allowed is None or position + 1 < progress.allowed)
+                progress.owed = position + 1 + (trains and knows_end)
                 self._owed.extend((progress, each) for each in range(start, progress.owed))
                 if progress.owed > position + 1 and self.runtime.exchange.joining.least:
                     progress.held.add(position + 1)
@@ -276,7 +278,7 @@ class Lockstep:
         """Announces what other ranks may wait for, and fails local requests."""
         with self._lock:
             for progress in list(self._iterators.values()):
-                progress.gone = True
+                progress.closed = True
             self._push_owed()
             self.fail(CLOSED)
 
@@ -303,13 +305,13 @@ class Lockstep:
         codes, _, rows, _, joins, _ = table.T
         own = ranks.index(self._rank)
         with self._lock:
-            verdict = progress.verdicts[position] = self._verdict(progress, position, codes, ranks)
-            verdict.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
-            verdict.ranks = ranks
-            progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
+            decision = progress.decisions[position] = self._decision(progress, position, codes, ranks)
+            decision.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.is_global else rows.sum())
+            decision.ranks = ranks
+            progress.agreed, progress.stops = position + decision.all_have, not decision.all_have
             joining = self.runtime.exchange.joining
-            few = len(ranks) < joining.least and not joining.candidate
-            if (joins.any() or few) and verdict.all_have and self.admits:
+            few = len(ranks) < joining.least and not joining.pending
+            if (joins.any() or few) and decision.all_have and self.admits:
                 self._pause = progress, position
             self._advance(progress)
         if few and not self.admits:
@@ -329,12 +331,12 @@ class Lockstep:
             MismatchError: others than those who join differ.
             JoinError: this worker joins, and differs.
         """
-        newcomers, self.newcomers = self.newcomers.intersection(ranks), frozenset()
-        if newcomers.issuperset(ranks):  # all others have been lost
-            newcomers = frozenset()
-        taking = [place for place, rank in enumerate(ranks) if rank not in newcomers]
+        joiners, self.joiners = self.joiners.intersection(ranks), frozenset()
+        if joiners.issuperset(ranks):  # all others have been lost
+            joiners = frozenset()
+        taking = [place for place, rank in enumerate(ranks) if rank not in joiners]
         self._check(progress, position, [ranks[place] for place in taking], table[taking])
-        for place in (place for place, rank in enumerate(ranks) if rank in newcomers):
+        for place in (place for place, rank in enumerate(ranks) if rank in joiners):
             try:
                 self._check(progress, position, [ranks[each] for each in (*taking, place)], table[[*taking, place]])
                 taking.append(place)
@@ -360,28 +362,28 @@ class Lockstep:
                 "the same program (and after Ctrl-C at different steps a new strategy)"
             )
         batch_digests.check(digests, ranks, position, joins=position == progress.joined, hashes=hashes)
-        if progress.whole and (rows != rows[0]).any():
+        if progress.is_global and (rows != rows[0]).any():
             each = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks, rows, strict=True))
             raise MismatchError(
                 f"all workers must have the same batches with min_workers, as each computes a part of them: batch "
                 f"{position} has {each} rows"
             )
 
-    def _verdict(self, progress: IteratorProgress, position: int, codes: Array, ranks: Sequence[int]) -> _Verdict:
+    def _decision(self, progress: IteratorProgress, position: int, codes: Array, ranks: Sequence[int]) -> _Decision:
         failed, ended = ([rank for rank, said in zip(ranks, codes, strict=True) if said == c] for c in (_FAILED, _NONE))
         if failed:
             theirs = f"tfps: the input pipeline of rank {failed[0]} failed at batch {position}; see its log"
-            return _Verdict(False, progress.error if self._rank in failed else theirs)
+            return _Decision(False, progress.error if self._rank in failed else theirs)
         if not ended:
-            return _Verdict(True)
+            return _Decision(True)
         if len(ended) == len(ranks):
-            return _Verdict(False)
+            return _Decision(False)
         dropped = ", ".join(
             f"rank {rank} {'at least 1' if said == _UNKNOWN else said}"
             for rank, said in zip(ranks, codes, strict=True)
             if said != _NONE
         )
-        return _Verdict(
+        return _Decision(
             False,
             warning=f"tfps: the data of rank {', '.join(map(str, ended))} ended after {position} batches, so the epoch "
             f"ends there on all workers; batches dropped: {dropped}. This is logged once. To use all data, give every "
@@ -393,19 +395,19 @@ class Lockstep:
         self._announced.notify_all()
         while progress.waiting:
             position, together = progress.waiting[0]
-            verdict = progress.verdicts.get(position)
+            decision = progress.decisions.get(position)
             if progress.over:
                 answer: tuple[int | None, str] = None, ""
             elif together and self._failure:
                 answer = None, self._failure
-            elif together and verdict is None:
+            elif together and decision is None:
                 return
-            elif verdict is not None and not verdict.all_have:
-                answer, progress.over = (None, verdict.error), True
-                self.cut_short = bool(verdict.warning)
-                if verdict.warning and not self._warned:
+            elif decision is not None and not decision.all_have:
+                answer, progress.over = (None, decision.error), True
+                self.cut_short = bool(decision.warning)
+                if decision.warning and not self._warned:
                     self._warned = True
-                    logger.warning("%s", verdict.warning)
+                    logger.warning("%s", decision.warning)
             elif position in progress.ready:
                 answer = progress.ready.pop(position), ""
             elif progress.end is not None:
@@ -413,10 +415,10 @@ class Lockstep:
             else:
                 return
             progress.waiting.popleft()
-            progress.verdicts.pop(position, None)
+            progress.decisions.pop(position, None)
             progress.rows.pop(position, None)
             progress.digests.pop(position, None)
-            progress.answer(*answer, *((UNKNOWN, ()) if verdict is None else (verdict.rows, verdict.ranks)))
+            progress.answer(*answer, *((UNKNOWN, ()) if decision is None else (decision.rows, decision.ranks)))
 
     def _push_owed(self) -> None:
         """Sends due announcements whose result is known, in request order.
@@ -436,11 +438,11 @@ class Lockstep:
             if position == progress.joined and progress.digest_of is not None and code not in (_NONE, _FAILED):
                 if (key := progress.ready.get(position)) is not None:
                     digest = progress.digest_of(key)
-                elif not progress.gone:  # it will be staged soon
+                elif not progress.closed:  # it will be staged soon
                     return
             self._owed.popleft()
             place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)
-            joins = self.admits and self.runtime.exchange.joining.told
+            joins = self.admits and self.runtime.exchange.joining.notified
             own = np.array([code, place, rows, digest, joins, batch_digests.HASH], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             self.said.push(own, functools.partial(self._decide, progress, position))
@@ -459,20 +461,20 @@ class Request(Transfer):
 
     exchanges = False
 
-    def __init__(self, lockstep: Lockstep, graph: tf.Graph | None) -> None:
-        super().__init__(-1, lockstep.said.spec)
-        self.lockstep = lockstep
+    def __init__(self, agreement: BatchAgreement, graph: tf.Graph | None) -> None:
+        super().__init__(-1, agreement.said.spec)
+        self.agreement = agreement
         self._root = None if graph is None else weakref.ref(outer_graphs(graph)[-1])
         self._trains: bool | None = None if graph is not None else False
-        lockstep.runtime.adopt(self, graph)
+        agreement.runtime.adopt(self, graph)
 
     def send(self, graph_run: tf.Tensor) -> tf.Operation:
         """Returns the op that sends a message; messages of one graph stay in order."""
-        lockstep = self.lockstep
-        return graph_ops.request(lockstep.runtime.queue, lockstep.order.queue_ref, self.id, graph_run)
+        agreement = self.agreement
+        return graph_ops.request(agreement.runtime.queue, agreement.order.queue_ref, self.id, graph_run)
 
     def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
-        self.lockstep.request(int(graph_run), self.trains(), self._root is None)
+        self.agreement.request(int(graph_run), self.trains(), self._root is None)
 
     def trains(self) -> bool:
         """Returns whether the graph, which must be complete, exchanges anything."""
@@ -482,4 +484,4 @@ class Request(Transfer):
         return self._trains
 
     def fail(self, error: TfpsError) -> None:
-        self.lockstep.fail(error)
+        self.agreement.fail(error)

@@ -89,7 +89,7 @@ class Training(moving.Job):
 
     def kept(self) -> list[int]:
         """How many pushes each worker keeps of the first bucket."""
-        found = [worker.core.buckets[MODEL[0]].log for worker in self.workers]
+        found = [worker.core.buckets[MODEL[0]].replay for worker in self.workers]
         return [len(each._log) for each in found if each is not None]
 
 
@@ -145,7 +145,7 @@ def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
     job.train(1)
     slow, may = job.workers[1], hold_replay(monkeypatch, {1})
     job.lose(0)
-    others = [worker.core.buckets[number].log for worker in job.workers if worker is not slow for number in MODEL]
+    others = [worker.core.buckets[number].replay for worker in job.workers if worker is not slow for number in MODEL]
     poll(lambda: all(kept is not None and kept.given for kept in others))  # the last step, again
     step = job.begin_step()
     may.set()
@@ -162,7 +162,7 @@ def test_pushes_that_are_ahead_when_the_last_bucket_has_caught_up_are_given(
     (first, last), nothing = MODEL, np.zeros(ITEMS, np.float32)
     may = hold_replay(monkeypatch, range(3), {last})
     job.lose(0)
-    poll(lambda: not any(worker.core.buckets[first].behind for worker in job.workers))
+    poll(lambda: not any(worker.core.buckets[first].needs_replay for worker in job.workers))
     pushed = [job.push(worker, first, nothing) for worker in job.workers[:2] for _ in range(2)]
     may.set()
     poll(lambda: all(worker.core.phase is Phase.RUNNING for worker in job.workers))
@@ -198,13 +198,13 @@ def test_who_is_first_now_writes_what_all_assign(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (0, 0), (0, 2)])
-def test_a_newcomer_has_its_part_after_its_first_step(cluster: Cluster, before: int, after: int) -> None:
+def test_a_joining_worker_has_its_part_after_its_first_step(cluster: Cluster, before: int, after: int) -> None:
     """And nothing of the part of the lost worker whose number it has."""
     job = Training(cluster, every=50)
     job.train(3)
     job.leave(0)
     job.train(before)
-    job.newcomer(0, [*job.specs, *SPECS])
+    job.joiner(0, [*job.specs, *SPECS])
     job.workers.sort(key=lambda worker: worker.rank)  # the order of additions
     job.train(after)
     job.lose(0)
