@@ -31,7 +31,7 @@ from preloaded import Process
 from tfps.config import Security
 from tfps.errors import PserverLostError
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.regrouping import offer
+from tfps.pserver.rendezvous import offer
 from tfps.types import Json
 from tfps.wire.control import Pserver
 from tools.netlab import Netlab, plug, unavailable

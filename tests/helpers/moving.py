@@ -17,8 +17,8 @@ from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.membership.decision import decide
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver import regrouping
-from tfps.pserver.regrouping import offer
+from tfps.pserver import rendezvous
+from tfps.pserver.rendezvous import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.exchange import ElasticExchange
 from tfps.trace.recorder import Recorder
@@ -150,7 +150,7 @@ def unawaited(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         awaited = set[int]().union(*(report.ranks for report in reports.values())) - ranks
         return decide(reports, awaited <= reports.keys(), known)
 
-    monkeypatch.setattr(regrouping, "decide", decides)
+    monkeypatch.setattr(rendezvous, "decide", decides)
     return ranks
 
 

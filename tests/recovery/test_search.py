@@ -132,7 +132,7 @@ class World:
     pservers: dict[str, int]  # that answer, and on which side of a cut they are
     gone: list[str] = field(default_factory=list)  # that refuse connections
     sides: list[int] = field(default_factory=list)  # of each worker
-    decisions: list[tuple[int, pb.Decision]] = field(default_factory=list)  # by side, of the last meetings
+    decisions: list[tuple[int, pb.Decision]] = field(default_factory=list)  # by side, of the last rendezvous
     faults: tuple[str, ...] = ()  # that are to come, in this order: methods
     rounds: int = 2  # that each program has
 
@@ -313,7 +313,7 @@ class World:
 
     def meet(self, side: int, waited: bool) -> bool:
         """Whether those who wait on this side can go on."""
-        here = {each.rank: each.waits[1] for each in self.meeting(side) if each.waits is not None}
+        here = {each.rank: each.waits[1] for each in self.at_rendezvous(side) if each.waits is not None}
         late = [each for each in self.decisions if each[0] == side]
         for rank, report in here.items():  # others may have decided without it, or before it came
             if late and report.generation < late[-1][1].generation:
@@ -344,7 +344,7 @@ class World:
         else:
             self.tell(self.workers[rank], machine.Decided(decision))
 
-    def meeting(self, side: int) -> list[Worker]:
+    def at_rendezvous(self, side: int) -> list[Worker]:
         if side not in self.pservers.values():
             return []
         found = [each for each in self.workers if each.here and each.waits is not None and each.waits[0] == "meet"]
@@ -376,13 +376,13 @@ class World:
                 if not self.workers[rank].here and not each.broken and len(each.roster.view.ranks) > 1:
                     yield "notice", index, rank
         for side in (0, 1):
-            if self.meeting(side) and copied(self).meet(side, waited=False):
+            if self.at_rendezvous(side) and copied(self).meet(side, waited=False):
                 yield "meet", side, False
 
     def late_moves(self) -> Iterator[Move]:
         """Those who do not come are waited for no more."""
         for side in (0, 1):
-            if self.meeting(side):
+            if self.at_rendezvous(side):
                 yield "meet", side, True
 
     def next_faults(self) -> Iterator[Move]:

@@ -17,7 +17,7 @@ from tfps.errors import PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import Wait
 from tfps.exchange.requests import Assign, Lookup, RowUpdate
 from tfps.exchange.update_spec import UpdateSpec
-from tfps.pserver.regrouping import offer
+from tfps.pserver.rendezvous import offer
 from tfps.recovery.exchange import ElasticExchange
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table

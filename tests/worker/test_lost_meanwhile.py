@@ -14,7 +14,7 @@ from jobs import Cluster, Pending, attempt, bucket, poll, push, summed
 from moving import GRADIENT, ITEMS, TOTAL, Job, deafening
 
 from tfps.exchange.interface import Payload
-from tfps.pserver import regrouping
+from tfps.pserver import rendezvous
 from tfps.recovery import exchange
 from tfps.types import Argument
 from tfps.worker import worker as worker_module
@@ -28,7 +28,7 @@ ONES = np.ones(ITEMS, np.float32)
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regrouping, "_GRACE_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 1.0)
     monkeypatch.setattr(worker_module, "_REJOIN_S", 1.0)
 
 

@@ -26,9 +26,9 @@ from tfps.errors import (
 )
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver import regrouping
+from tfps.pserver import rendezvous
 from tfps.pserver.console import Watcher, table
-from tfps.pserver.regrouping import offer
+from tfps.pserver.rendezvous import offer
 from tfps.pserver.server import ParameterServer
 from tfps.recovery.machine import Phase
 from tfps.recovery.reconfiguration import Reconfiguration
@@ -222,7 +222,7 @@ def test_workers_that_cannot_go_on_at_an_idle_pserver_do_not_make_it_one_of_thei
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 alone reaches it, as it was started again; rank 1 may have gone on elsewhere. However often it asks."""
-    monkeypatch.setattr(regrouping, "_GRACE_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.5)
     server = cluster.pserver(2)
     for _ in range(2):
         report = pb.Report(ranks=[0, 1], reason="pserver 10.0.0.1:7070 was stopped")

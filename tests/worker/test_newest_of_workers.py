@@ -19,7 +19,7 @@ from tfps.config import Config, Security
 from tfps.errors import WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.pserver.regrouping import offer
+from tfps.pserver.rendezvous import offer
 from tfps.recovery.exchange import ElasticExchange
 from tfps.types import Array
 from tfps.worker.client import PserverClient

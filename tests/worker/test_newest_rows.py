@@ -16,7 +16,7 @@ from table_jobs import IDS, SCALARS, TABLE, declared, described
 
 from tfps.config import Config, Security
 from tfps.exchange.requests import Assign, Lookup, RowUpdate
-from tfps.pserver.regrouping import offer
+from tfps.pserver.rendezvous import offer
 from tfps.recovery.exchange import ElasticExchange
 from tfps.recovery.machine import Effect, Event, Phase
 from tfps.recovery.reconfiguration import Reconfiguration

@@ -17,7 +17,7 @@ from tfps import __version__
 from tfps.config import Security
 from tfps.errors import TfpsError
 from tfps.pserver.guard import LOOPBACK, check_host, default_host, is_loopback, reachable
-from tfps.pserver.regrouping import offer
+from tfps.pserver.rendezvous import offer
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
 from tfps.wire.shared_memory import tune_malloc

@@ -35,7 +35,7 @@ from tfps.pserver.counters import ErrorCounts
 from tfps.pserver.data_port import DataPort
 from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen, why_not_listening
 from tfps.pserver.job import Job, Session
-from tfps.pserver.regrouping import Meetings
+from tfps.pserver.rendezvous import RendezvousHost
 from tfps.pserver.slices import OwnedSlice
 from tfps.pserver.table_slice import TableSlice
 from tfps.tables.messages import decode_plain_ids, decode_rows
@@ -99,7 +99,7 @@ class ParameterServer:
         self._measuring = Measuring(lambda: self._job.under_way, Rate(_MEASURED_PER_S, _MEASURED).take)
         self._probe_rate = Rate(_PROBES_PER_S, _PROBES)
         self._errors = ErrorCounts()
-        self._meetings = Meetings()
+        self._rendezvous = RendezvousHost()
         self._max_memory = machine_bytes() if max_memory is None else max_memory
         self._guard = Guard(token, self._errors.add)
         self._join_rate = Rate(10 * workers + 40, 20 * workers + 100)
@@ -154,7 +154,7 @@ class ParameterServer:
         with self._lock:
             job, jobs = self._job, self._jobs
         status = job.status()
-        if not job.under_way and (met := self._meetings.under_way):
+        if not job.under_way and (met := self._rendezvous.under_way):
             status.state, status.reason = "rendezvous", f"{status.reason}; {met}" if status.reason else met
         status.version, status.jobs, status.memory_bytes = __version__, jobs, resident_bytes()
         status.cpu_s, status.uptime_s = time.process_time(), time.monotonic() - self._started_s
@@ -234,7 +234,7 @@ class ParameterServer:
             first = not self._job.incarnation
             joined = self._job.join(applicant, config, _attached(request))
             if applicant.resumed is not None:
-                self._meetings.resume(applicant.resumed.incarnation)
+                self._rendezvous.resume(applicant.resumed.incarnation)
             self._jobs += first
             return pb.JoinReply(
                 protocol_version=control.PROTOCOL_VERSION,
@@ -253,7 +253,7 @@ class ParameterServer:
         with self._lock:
             job, stopped = self._job, self.stopped
         own = job.moving.is_of(request.incarnation)
-        known = own or self._meetings.knows(request.incarnation)
+        known = own or self._rendezvous.knows(request.incarnation)
         if request.asks:
             if own:
                 job.elastic.check_present(request.rank, _uid(context))
@@ -264,7 +264,7 @@ class ParameterServer:
                 busy=busy or stopped,
                 workers=workers,
                 pservers=addresses,
-                moving=not stopped and (job.moving.generation is not None or bool(self._meetings.under_way)),
+                moving=not stopped and (job.moving.generation is not None or bool(self._rendezvous.under_way)),
             )
         if stopped:
             raise PserverLostError(f"pserver {self.address} is stopping")
@@ -277,8 +277,8 @@ class ParameterServer:
             elif job.under_way:
                 raise PserverLostError(f"pserver {self.address} has another job")
 
-        was_of = own or self._meetings.was_of(request.incarnation)
-        decision = self._meetings.meet(request, was_of, _bounded(request.timeout_s), begin)
+        was_of = own or self._rendezvous.was_of(request.incarnation)
+        decision = self._rendezvous.meet(request, was_of, _bounded(request.timeout_s), begin)
         return pb.RegroupReply(known=True, decision=decision)
 
     def _offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
@@ -309,9 +309,9 @@ class ParameterServer:
             waited = None
             if applicant.resumed is None:
                 if (moving := job.moving.generation) is not None:
-                    self._meetings.expect(job.moving.first_incarnation, moving)
+                    self._rendezvous.expect(job.moving.first_incarnation, moving)
                     waited = job
-                self._meetings.wait_resumed(limit_s)
+                self._rendezvous.wait_resumed(limit_s)
                 with self._lock:
                     job = self._job
             job.wait_over(limit_s)

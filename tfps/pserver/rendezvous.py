@@ -25,7 +25,7 @@ _MOST = 2**16  # ranks
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _Rendezvous:
     """Of the workers of one job, who come to the next one when they lose a pserver again."""
 
     knows: bool
@@ -46,23 +46,23 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
-class Meetings:
-    """The last meeting of each job on one pserver; any thread."""
+class RendezvousHost:
+    """The last rendezvous of each job on one pserver; any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards all below
-        self._meetings: OrderedDict[str, _Meeting] = OrderedDict()  # by the job's first incarnation
+        self._rendezvous: OrderedDict[str, _Rendezvous] = OrderedDict()  # by the job's first incarnation
 
     def knows(self, incarnation: str) -> bool:
         """Whether workers of this job have met here, or are about to."""
         with self._changed:
-            return incarnation in self._meetings
+            return incarnation in self._rendezvous
 
     def was_of(self, incarnation: str) -> bool:
         """Whether this pserver has been one of the job's: workers that only failed to meet here make it none."""
         with self._changed:
-            meeting = self._meetings.get(incarnation)
-            return meeting is not None and (meeting.knows or isinstance(meeting.outcome, pb.Decision))
+            rendezvous = self._rendezvous.get(incarnation)
+            return rendezvous is not None and (rendezvous.knows or isinstance(rendezvous.outcome, pb.Decision))
 
     def meet(
         self, request: pb.RegroupRequest, knows: bool, timeout_s: float, begin: Callable[[], object]
@@ -80,21 +80,21 @@ class Meetings:
                 f"{rank} of {sorted(report.ranks)[:_MOST]}"
             )
         with self._changed:
-            meeting = self._meetings.get(request.incarnation)
-            if meeting is None or (meeting.outcome is not None and not self._is_late(meeting, report)):
+            rendezvous = self._rendezvous.get(request.incarnation)
+            if rendezvous is None or (rendezvous.outcome is not None and not self._is_late(rendezvous, report)):
                 begin()
-                meeting = self._meetings[request.incarnation] = _Meeting(knows)
-                self._meetings.move_to_end(request.incarnation)
-                while len(self._meetings) > _KEPT:
-                    self._meetings.popitem(last=False)
-            if meeting.outcome is None:
-                meeting.reports[rank] = report
-                self._decide(meeting, waited=False)
-                left_s = meeting.began_s + _GRACE_S - time.monotonic()
-                self._changed.wait_for(lambda: meeting.outcome is not None, min(timeout_s, left_s))
-                if meeting.outcome is None and time.monotonic() >= meeting.began_s + _GRACE_S:
-                    self._decide(meeting, waited=True)
-            outcome = meeting.outcome
+                rendezvous = self._rendezvous[request.incarnation] = _Rendezvous(knows)
+                self._rendezvous.move_to_end(request.incarnation)
+                while len(self._rendezvous) > _KEPT:
+                    self._rendezvous.popitem(last=False)
+            if rendezvous.outcome is None:
+                rendezvous.reports[rank] = report
+                self._decide(rendezvous, waited=False)
+                left_s = rendezvous.began_s + _GRACE_S - time.monotonic()
+                self._changed.wait_for(lambda: rendezvous.outcome is not None, min(timeout_s, left_s))
+                if rendezvous.outcome is None and time.monotonic() >= rendezvous.began_s + _GRACE_S:
+                    self._decide(rendezvous, waited=True)
+            outcome = rendezvous.outcome
         if outcome is None:
             raise WaitTimeoutError("the other workers have not come to the pserver at which they meet")
         if isinstance(outcome, TfpsError):
@@ -102,23 +102,23 @@ class Meetings:
         check_present(rank, outcome)
         return outcome
 
-    def _is_late(self, meeting: _Meeting, report: pb.Report) -> bool:
+    def _is_late(self, rendezvous: _Rendezvous, report: pb.Report) -> bool:
         """Whether the worker does not know yet what others have agreed on."""
-        return isinstance(meeting.outcome, pb.Decision) and report.generation < meeting.outcome.generation
+        return isinstance(rendezvous.outcome, pb.Decision) and report.generation < rendezvous.outcome.generation
 
     def expect(self, incarnation: str, generation: int) -> None:
         """The workers of this job, whose view is `generation`, are about to meet, here or at another pserver."""
         with self._changed:
-            meeting = self._meetings.get(incarnation)
-            outcome = None if meeting is None else meeting.outcome
-            if meeting is None or (isinstance(outcome, pb.Decision) and outcome.generation <= generation):
-                self._meetings[incarnation] = _Meeting(knows=True)
+            rendezvous = self._rendezvous.get(incarnation)
+            outcome = None if rendezvous is None else rendezvous.outcome
+            if rendezvous is None or (isinstance(outcome, pb.Decision) and outcome.generation <= generation):
+                self._rendezvous[incarnation] = _Rendezvous(knows=True)
 
     def resume(self, incarnation: str) -> None:
         """The workers of this job begin it anew."""
         with self._changed:
-            if incarnation in self._meetings:
-                self._meetings[incarnation].resumed = True
+            if incarnation in self._rendezvous:
+                self._rendezvous[incarnation].resumed = True
             self._changed.notify_all()
 
     def wait_resumed(self, timeout_s: float) -> None:
@@ -132,19 +132,19 @@ class Meetings:
         """Who has come, if workers meet, or what they agree on, if they have met and have not begun anew; else ""."""
         now_s = time.monotonic()
         with self._changed:
-            for meeting in self._meetings.values():
-                late = now_s - meeting.began_s > 2 * _GRACE_S
-                if not (meeting.resumed or isinstance(meeting.outcome, TfpsError) or late):
-                    return str(meeting)
+            for rendezvous in self._rendezvous.values():
+                late = now_s - rendezvous.began_s > 2 * _GRACE_S
+                if not (rendezvous.resumed or isinstance(rendezvous.outcome, TfpsError) or late):
+                    return str(rendezvous)
         return ""
 
-    def _decide(self, meeting: _Meeting, waited: bool) -> None:
+    def _decide(self, rendezvous: _Rendezvous, waited: bool) -> None:
         try:
-            meeting.outcome = decide(meeting.reports, waited, meeting.knows)
+            rendezvous.outcome = decide(rendezvous.reports, waited, rendezvous.knows)
         except TfpsError as error:
             if waited:  # else somebody may still come
-                meeting.outcome = error
-        if meeting.outcome is not None:
+                rendezvous.outcome = error
+        if rendezvous.outcome is not None:
             self._changed.notify_all()
 
 
