@@ -211,7 +211,7 @@ class Config:
         return self.elastic and (keeps_nothing or self.snapshot_steps is not None)
 
     @property
-    def takes_newcomers(self) -> bool:
+    def takes_joiners(self) -> bool:
         """Whether a worker can join a job under way: between two steps that all workers take together."""
         return self.mode == "sync"
 

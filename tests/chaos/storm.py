@@ -68,7 +68,7 @@ class Story(keras.callbacks.Callback):
         (self._folder / f"end{epoch}").touch()
         due = set(self._due.get(str(epoch), ()))
         if due and self._strategy.rank == 0:
-            poll(lambda: due.issubset(self._strategy._runtime.exchange.joining.candidates(1)))
+            poll(lambda: due.issubset(self._strategy._runtime.exchange.joining.joiners(1)))
 
 
 def note(folder: Path, rank: int, number: int) -> None:
@@ -78,9 +78,9 @@ def note(folder: Path, rank: int, number: int) -> None:
 
     def noted_verdict(self: Lockstep, progress: Argument, position: int, codes: Argument, ranks: Argument) -> Argument:
         found = verdict(self, progress, position, codes, ranks)
-        candidate = self.runtime.exchange.joining.candidate
+        pending = self.runtime.exchange.joining.pending
         is_one = position < STEPS  # a rank that has left an epoch does not deny that it has one batch more
-        if found.all_have and is_one and not candidate:  # what a candidate tries out is its own business
+        if found.all_have and is_one and not pending:  # what a joining worker tries out is its own business
             notes.write(json.dumps(["batch", progress.place, position, list(ranks)]) + "\n")
         return found
 

@@ -104,7 +104,7 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
     x, y = training.digits(SAMPLES)
     more: dict[str, Argument] = {"epochs": EPOCHS, "verbose": 0, "callbacks": [fault] if fault else []}
     if "joined" in kind:
-        more["callbacks"].append(WaitsForNewcomer(strategy))
+        more["callbacks"].append(WaitsForJoiner(strategy))
     if "assigned" in kind:
         more["callbacks"].append(keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: assign_again(model)))
     if "shuffled" in kind and "arrays" in kind:  # what these find decides how training goes on
@@ -166,7 +166,7 @@ def assign_again(model: Model) -> None:
         variable.assign(variable.numpy())
 
 
-class WaitsForNewcomer(keras.callbacks.Callback):
+class WaitsForJoiner(keras.callbacks.Callback):
     """After a step of an epoch (JOIN_AFTER) the first worker waits until another one wants to join."""
 
     def __init__(self, strategy: tfps.Strategy) -> None:
@@ -178,7 +178,7 @@ class WaitsForNewcomer(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
         if [self._epoch, batch] == JOIN_AFTER and self._strategy.rank == 0:
-            poll(lambda: bool(self._strategy._runtime.exchange.joining.candidates(1)))
+            poll(lambda: bool(self._strategy._runtime.exchange.joining.joiners(1)))
 
 
 class Batches(keras.utils.PyDataset):

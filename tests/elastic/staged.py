@@ -56,7 +56,7 @@ class LeavesAndWaits(keras.callbacks.Callback):
         """The others wait until it is back, once it has ended the steps that they had agreed on."""
         if (fits, self.epoch, batch) == (FIT, EPOCH, BATCH + 4) and RANK not in ("plain", str(LEAVER)):
             joining = strategy._runtime.exchange.joining
-            poll(lambda: bool(joining.candidates(fits)) or (FOLDER / "refused").exists())
+            poll(lambda: bool(joining.joiners(fits)) or (FOLDER / "refused").exists())
 
 
 class Decays(keras.callbacks.Callback):

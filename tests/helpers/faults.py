@@ -52,7 +52,7 @@ def fail_at(
 
     `step` counts from 0: of a gradient, of batches that are announced, of declarations (number 0 is joining), of
     batches of an evaluation, of saves, of calls that admit others (one for each pserver), of hand-overs to those who
-    join (even: at the beginning, odd: when the position in the training has been told), or of a newcomer's questions.
+    join (even: at the beginning, odd: when the position in the training has been told), or of a joiner's questions.
     """
 
     once, handing = iter([None]), threading.Event()

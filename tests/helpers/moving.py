@@ -115,16 +115,16 @@ class Job:
         left = tuple(worker.rank for worker in self.workers)
         poll(lambda: all(worker.view.ranks == left for worker in self.workers))
 
-    def newcomer(self, rank: int, specs: Sequence[BucketSpec] = ()) -> ElasticExchange:
+    def joiner(self, rank: int, specs: Sequence[BucketSpec] = ()) -> ElasticExchange:
         """One more worker, which takes part from now on."""
         new = self.worker([server.address for server in self.servers], rank)
-        assert new.joining.candidate
+        assert new.joining.pending
         specs = specs or self.specs
         assert new.declare(specs) == list(range(len(specs)))
         poll(lambda: all(worker.view.ranks == self.workers[0].view.ranks for worker in self.workers))
 
         def admit(worker: ElasticExchange) -> Sequence[int] | None:
-            poll(lambda: bool(worker.joining.candidates(1)))
+            poll(lambda: bool(worker.joining.joiners(1)))
             return worker.joining.admit([rank])
 
         together(

@@ -28,7 +28,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         self.streaming: set[int] = set()
         self.parted: set[int] = set()  # has left of its own, and is still known
         self.lost: set[int] = set()
-        self.ready: dict[int, int] = {}  # of candidates: the training
+        self.ready: dict[int, int] = {}  # of joiners: the training
         self.changes = 1
         for rank in range(WORKERS):
             self._join(rank)
@@ -102,7 +102,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         self.changes += 1
 
     @rule(rank=RANKS)
-    def drop_a_candidate(self, rank: int) -> None:
+    def drop_a_joiner(self, rank: int) -> None:
         if rank in self.here and rank not in self.part and rank not in self.parted:
             view, change = self.members.view, self.members.lose(rank, "died")
             assert change is not None
@@ -140,11 +140,11 @@ class MachineOfRoster(RuleBasedStateMachine):
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         training = 1
-        candidates = self.members.candidates(training)
+        joiners = self.members.joiners(training)
         waiting = self.here - self.part - self.parted
-        assert candidates == sorted(rank for rank in waiting if self.ready[rank] == training and rank in self.streaming)
-        if candidates:
-            chosen = data.draw(st.sets(st.sampled_from(candidates), min_size=1))
+        assert joiners == sorted(rank for rank in waiting if self.ready[rank] == training and rank in self.streaming)
+        if joiners:
+            chosen = data.draw(st.sets(st.sampled_from(joiners), min_size=1))
             before = self.members.view.ranks
             view, effects = self.members.admit({*chosen, *(set(range(WORKERS)) - self.here)})
             self.part |= chosen

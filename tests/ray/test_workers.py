@@ -63,7 +63,7 @@ def trains(folder: Path, lost: int, end: Callable[[], None], comes_back: bool) -
             if own == lost and first and (self.epoch, batch) == (0, 1):
                 end()
             if comes_back and (self.epoch, batch) == (1, 2) and strategy.rank == 0:
-                jobs.poll(lambda: bool(strategy._runtime.exchange.joining.candidates(1)))
+                jobs.poll(lambda: bool(strategy._runtime.exchange.joining.joiners(1)))
 
     with strategy.scope():
         model = fit(Fault())

@@ -87,9 +87,9 @@ def said(effect: Effect) -> str:
 
 def played(lines: list[str]) -> Iterator[str]:
     """The scenario as it is, with what the machine answers to its events."""
-    recovery = Recovery(60.0, candidate="candidate" in lines)
+    recovery = Recovery(60.0, joining="joining" in lines)
     for line in lines:
-        if line.startswith(("#", "candidate")) or not line:
+        if line.startswith(("#", "joining")) or not line:
             yield line
         elif line.startswith("> "):
             yield line

@@ -25,7 +25,7 @@ ONES = np.ones(512, np.float32)
 
 
 class Job:
-    """Three workers on two pservers, of which all but the first are lost and come back as candidates."""
+    """Three workers on two pservers, of which all but the first are lost and come back as joiners."""
 
     def __init__(self, cluster: Cluster, lost: list[int], config: Config = GOES_ON) -> None:
         self.cluster, self.config = cluster, config
@@ -37,30 +37,30 @@ class Job:
             self.workers.pop(rank).close("SIGTERM")
             for each in self.workers.values():
                 poll(functools.partial(lambda worker, lost: lost not in worker.view.ranks, each, rank))
-        self.candidates = {rank: self.candidate(rank) for rank in lost}
+        self.joiners = {rank: self.joiner(rank) for rank in lost}
 
-    def candidate(self, rank: int) -> Worker:
+    def joiner(self, rank: int) -> Worker:
         worker = self.cluster.worker(self.addresses, rank, config=self.config)
-        assert worker.joining.candidate
+        assert worker.joining.pending
         worker.declare(SPECS)
         return worker
 
     def admit(self, ranks: list[int]) -> None:
         """The others let them take part, as they do at the beginning of an epoch."""
         admitting = [functools.partial(each.joining.admit, ranks) for each in self.workers.values()]
-        joining = [functools.partial(self.candidates[rank].joining.take_part, 1) for rank in ranks]
+        joining = [functools.partial(self.joiners[rank].joining.take_part, 1) for rank in ranks]
         together(*admitting, *joining)
 
 
 def test_who_joins_knows_those_who_have_joined_since_it_came(cluster: Cluster) -> None:
     job = Job(cluster, [1, 2])
     job.admit([1])
-    job.workers[1] = job.candidates.pop(1)
+    job.workers[1] = job.joiners.pop(1)
     for each in [push(worker, GRADIENT, ONES) for worker in job.workers.values()]:
         assert summed(each.wait()).tolist() == [2.0] * 512
     assert not job.workers[1].losses.found, "rank 2 was lost before it came"
     job.admit([2])
-    assert job.candidates[2].view.ranks == (0, 1, 2)
+    assert job.joiners[2].view.ranks == (0, 1, 2)
 
 
 def test_who_dies_while_it_is_admitted_takes_no_part(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_who_dies_while_it_is_admitted_takes_no_part(cluster: Cluster, monkeypat
 
     def answers_late(self: Argument, *arguments: Argument) -> Argument:
         reply = admit(self, *arguments)
-        job.candidates[1].close("SIGTERM")
+        job.joiners[1].close("SIGTERM")
         poll(lambda: all(list(server.status().present) == [0, 2] for server in job.servers))
         poll(lambda: all(1 not in present for present in worker.presence.present))
         return reply
@@ -104,7 +104,7 @@ def replaced(cluster: Cluster) -> tuple[Job, RawWorker]:
     assert isinstance(old, RawWorker)
     job.workers = {0: first, 1: second}
     assert job.servers[0]._job.elastic.lose(2, "has been silent for 5.0 s")
-    job.candidates = {2: job.candidate(2)}
+    job.joiners = {2: job.joiner(2)}
     job.admit([2])
     return job, old
 
@@ -120,7 +120,7 @@ def test_a_lost_worker_that_wakes_does_not_take_its_successor_out(replaced: tupl
         request.incarnation, request.rank = old.incarnation, 2
         with pytest.raises(WorkerLostError, match=r"went on without this one: rank 2 .* has its place"):
             old.pserver.call(name, request, jobs.DEADLINE_S)
-    everybody = [*job.workers.values(), job.candidates[2]]
+    everybody = [*job.workers.values(), job.joiners[2]]
     failed = [Failed(each) for each in everybody]
     for each in [push(worker, GRADIENT, ONES) for worker in everybody]:
         assert summed(each.wait()).tolist() == [3.0] * 512
@@ -167,5 +167,5 @@ def test_who_comes_before_its_silent_predecessor_is_lost_waits_for_its_place(
         return cluster.raw(server.address, rank, config=GOES_ON).open().declare()  # it sends no heartbeats
 
     together(functools.partial(member, 0), functools.partial(member, 1))
-    assert cluster.worker([server.address], 1, config=GOES_ON).joining.candidate
+    assert cluster.worker([server.address], 1, config=GOES_ON).joining.pending
     assert "has been silent for" in server.status().changes[0]

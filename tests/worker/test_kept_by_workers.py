@@ -198,13 +198,13 @@ def test_who_is_first_now_writes_what_all_assign(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (0, 0), (0, 2)])
-def test_a_newcomer_has_its_part_after_its_first_step(cluster: Cluster, before: int, after: int) -> None:
+def test_a_joining_worker_has_its_part_after_its_first_step(cluster: Cluster, before: int, after: int) -> None:
     """And nothing of the part of the lost worker whose number it has."""
     job = Training(cluster, every=50)
     job.train(3)
     job.leave(0)
     job.train(before)
-    job.newcomer(0, [*job.specs, *SPECS])
+    job.joiner(0, [*job.specs, *SPECS])
     job.workers.sort(key=lambda worker: worker.rank)  # the order of additions
     job.train(after)
     job.lose(0)

@@ -219,7 +219,7 @@ def test_workers_that_are_left_go_on_and_so_does_who_joined(cluster: Cluster, tm
     job.train(2)  # the first reply without it, and then a snapshot
     job.lose(1)
     job.check_all()
-    job.newcomer(0, [*job.specs, declared("user")])
+    job.joiner(0, [*job.specs, declared("user")])
     job.workers.sort(key=lambda worker: worker.rank)
     job.train(2)
     job.lose(0)

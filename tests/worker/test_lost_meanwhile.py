@@ -22,7 +22,7 @@ from tfps.worker.bucket import PushedBucket
 from tfps.worker.pushes import Pushes
 from tfps.worker.worker import Worker
 
-BEFORE = bucket(4 * ITEMS, name="declared before a newcomer came")
+BEFORE = bucket(4 * ITEMS, name="declared before a joining worker came")
 ONES = np.ones(ITEMS, np.float32)
 
 
@@ -86,7 +86,7 @@ def test_a_residual_that_is_collected_counts_once(
     assert not any(each.any() for each in others if each is not None)
 
 
-def test_rounds_that_were_pushed_again_are_counted_alike_by_a_newcomer(
+def test_rounds_that_were_pushed_again_are_counted_alike_by_a_joining_worker(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker dies between two slices of a total, which is torn."""
@@ -104,18 +104,18 @@ def test_rounds_that_were_pushed_again_are_counted_alike_by_a_newcomer(
     poll(lambda: job.received(2) == before + 2)
     job.workers.pop().close("it dies")
     job.check(pushed[:2])
-    job.newcomer(2)
+    job.joiner(2)
     pushed = job.begin(TOTAL, 2)
     job.servers[1].stop(0)
     pushed.append((push(job.workers[2], TOTAL, ONES), ONES))
     job.check(pushed)
 
 
-def test_a_newcomer_that_comes_while_the_job_begins_anew_knows_what_that_has_declared(
+def test_a_joining_worker_that_comes_while_the_job_begins_anew_knows_what_that_has_declared(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, resume_lines, held, goes_on = Job(cluster), Worker.resume_lines, threading.Event(), threading.Event()
-    job.declare([], ["what newcomers need"])
+    job.declare([], ["what joining workers need"])
     job.leave(2)
 
     def late(worker: Worker, lines: Sequence[str]) -> None:
@@ -131,19 +131,19 @@ def test_a_newcomer_that_comes_while_the_job_begins_anew_knows_what_that_has_dec
         known = pool.submit(lambda: list(job.worker(addresses, 2).joining.lines()))
         futures.wait([known], timeout=0.5)  # it might not wait
         goes_on.set()
-        assert known.result(jobs.DEADLINE_S) == ["what newcomers need"]
+        assert known.result(jobs.DEADLINE_S) == ["what joining workers need"]
 
 
 @pytest.mark.parametrize("then", ["a worker leaves", "another pserver is lost"])
-def test_a_newcomer_to_a_job_that_has_moved_is_like_the_others(cluster: Cluster, then: str) -> None:
+def test_a_joining_worker_to_a_job_that_has_moved_is_like_the_others(cluster: Cluster, then: str) -> None:
     job = Job(cluster)
-    for _ in range(3):  # the view has changed more often than the newcomer sees
+    for _ in range(3):  # the view has changed more often than the joining worker sees
         job.workers.pop().close("it ends early")
-        job.newcomer(2)
+        job.joiner(2)
     job.declare([BEFORE])
     job.workers.pop().close("it ends early")
     job.lose(0)
-    new = job.newcomer(2)
+    new = job.joiner(2)
     job.step()
     if then == "a worker leaves":
         job.workers.pop(0).close("it ends early")
@@ -170,7 +170,7 @@ def test_ranks_that_come_to_an_admission_before_and_after_a_loss_admit_the_same(
     new = job.worker([server.address for server in job.servers], 2)
     new.declare(job.specs)
     threading.Thread(target=lambda: attempt(functools.partial(new.joining.take_part, 1)), daemon=True).start()
-    poll(lambda: job.workers[0].joining.candidates(1) == [2])
+    poll(lambda: job.workers[0].joining.joiners(1) == [2])
     found: list[object] = []
     first = threading.Thread(target=lambda: found.extend(attempt(lambda: job.workers[0].joining.admit([2]))))
     first.start()

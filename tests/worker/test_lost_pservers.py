@@ -95,13 +95,13 @@ def test_a_declaration_that_only_some_have_made_is_made_by_all(
     job.check(job.begin(3))
     job.step()
     lose_an_answer(monkeypatch)
-    job.declare([], ["a line for newcomers"])
+    job.declare([], ["a line for joining workers"])
     job.step()
     assert len({worker.core.worker.client.declarations for worker in job.workers}) == 1
     job.lose(0)
     job.workers.pop().close("it ends early")
     addresses = [server.address for server in job.servers]
-    assert job.worker(addresses, 2).joining.lines() == ["a line for newcomers"]
+    assert job.worker(addresses, 2).joining.lines() == ["a line for joining workers"]
 
 
 def test_the_only_pserver_comes_back_at_its_address(cluster: Cluster) -> None:

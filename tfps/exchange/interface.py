@@ -237,36 +237,36 @@ class Peers(Protocol):
 
 
 class Joining(Protocol):
-    """How a worker joins a job under way (a **candidate**, until it takes part), and how the others let it."""
+    """How a worker joins a job under way (a **joining worker**, until it takes part), and how the others let it."""
 
     @property
     def least(self) -> int: ...  # workers with which training goes on; 0: it needs all
 
-    told: bool  # candidates have become ready since this was set to False
+    told: bool  # joiners have become ready since this was set to False
 
     @property
-    def candidate(self) -> bool: ...  # whatever it exchanges comes back to it unchanged
+    def pending(self) -> bool: ...  # whatever it exchanges comes back to it unchanged
 
     def lines(self) -> Sequence[str]:
-        """The details of the job's declarations without buckets, for a candidate."""
+        """The details of the job's declarations without buckets, for a joining worker."""
 
     def trying_out(self) -> contextlib.AbstractContextManager[None]:
-        """In the block a candidate may exchange gradients, with nobody."""
+        """In the block a joining worker may exchange gradients, with nobody."""
 
     def take_part(self, training: int) -> Sequence[int] | None:
-        """Waits until the others let this candidate take part in training number `training`, from 1.
+        """Waits until the others let this joining worker take part in training number `training`, from 1.
 
         Returns the ranks that took part before; None if these are in a later training. WaitTimeoutError: it took too
         long.
         """
 
-    def candidates(self, training: int) -> list[int]:
+    def joiners(self, training: int) -> list[int]:
         """The ranks that wait to take part in it."""
 
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
+    def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         """Lets them take part from the next round of every bucket on; all ranks call it, with nothing under way.
 
-        Returns the ranks that took part before; None if no candidate is there any more.
+        Returns the ranks that took part before; None if no joining worker is there any more.
         """
 
 

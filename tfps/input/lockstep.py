@@ -143,7 +143,7 @@ class Lockstep:
         self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
         self.places = 0  # of iterators in lockstep so far
         self.admits = False  # whether the program stops between two batches for those who want to join
-        self.newcomers: frozenset[int] = frozenset()  # who joins, until the first batch that they take is agreed on
+        self.joiners: frozenset[int] = frozenset()  # who joins, until the first batch that they take is agreed on
         self._pause: tuple[IteratorProgress, int] | None = None  # the last batch that it takes before it does
         self._failure = ""
         self._warned = False
@@ -308,7 +308,7 @@ class Lockstep:
             verdict.ranks = ranks
             progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
             joining = self.runtime.exchange.joining
-            few = len(ranks) < joining.least and not joining.candidate
+            few = len(ranks) < joining.least and not joining.pending
             if (joins.any() or few) and verdict.all_have and self.admits:
                 self._pause = progress, position
             self._advance(progress)
@@ -329,12 +329,12 @@ class Lockstep:
             MismatchError: others than those who join differ.
             JoinError: this worker joins, and differs.
         """
-        newcomers, self.newcomers = self.newcomers.intersection(ranks), frozenset()
-        if newcomers.issuperset(ranks):  # all others have been lost
-            newcomers = frozenset()
-        taking = [place for place, rank in enumerate(ranks) if rank not in newcomers]
+        joiners, self.joiners = self.joiners.intersection(ranks), frozenset()
+        if joiners.issuperset(ranks):  # all others have been lost
+            joiners = frozenset()
+        taking = [place for place, rank in enumerate(ranks) if rank not in joiners]
         self._check(progress, position, [ranks[place] for place in taking], table[taking])
-        for place in (place for place, rank in enumerate(ranks) if rank in newcomers):
+        for place in (place for place, rank in enumerate(ranks) if rank in joiners):
             try:
                 self._check(progress, position, [ranks[each] for each in (*taking, place)], table[[*taking, place]])
                 taking.append(place)

@@ -196,7 +196,7 @@ def _restore_backup(
     model, restored = callback.model, False
     for prepare in before_restoring:
         prepare(model)
-    restores = strategy.rank == 0 and not strategy.extended.exchange.joining.candidate
+    restores = strategy.rank == 0 and not strategy.extended.exchange.joining.pending
     if restores:
         restored = tf.io.gfile.exists(str(callback._weights_path))  # Keras looks for it, too
         before = restores_alone.set(True)
@@ -238,7 +238,7 @@ def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback)
 def _on_first_rank(
     original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
-    if strategy.rank == 0 and not strategy.extended.exchange.joining.candidate:
+    if strategy.rank == 0 and not strategy.extended.exchange.joining.pending:
         original(callback, *args, **options)
 
 
@@ -482,7 +482,7 @@ def _append_alike(
     Logs are the same on all ranks, and no rank ends an epoch before all have begun to train. A worker that joins a job
     under way goes on with the file.
     """
-    with replaced(callback, "append", callback.append or strategy.extended.exchange.joining.candidate):
+    with replaced(callback, "append", callback.append or strategy.extended.exchange.joining.pending):
         original(callback, *args, **options)
         appends = callback.append
     if strategy.num_workers > 1 and appends and "://" not in str(callback.filename):

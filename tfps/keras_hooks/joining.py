@@ -51,7 +51,7 @@ def _begin_training(
     original(callbacks, *args, **options)
     if extended.training.admits:
         note_begun(callbacks.callbacks)
-    if extended.exchange.joining.candidate:
+    if extended.exchange.joining.pending:
         _join(strategy, callbacks)
 
 
@@ -181,12 +181,12 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
     extended = strategy.extended
     runtime, joining, lockstep = extended.runtime, extended.exchange.joining, extended.staging.lockstep
     joining.told = False
-    if candidates := _candidates(strategy):
+    if joiners := _joiners(strategy):
         extended.combiner.refresh()
         if not batch and not has_read(extended.training.iterator) and not lockstep.settle(runtime.wait_s):
             raise WaitTimeoutError("the end of an epoch's data was not announced in time for a worker to join")
         runtime.settle(runtime.wait_s)
-        if (others := joining.admit(candidates)) is not None:
+        if (others := joining.admit(joiners)) is not None:
             with extended.aligned(others):
                 _hand_over(strategy, callbacks, others, batch)
             _combine_metrics(strategy, callbacks.model)
@@ -194,7 +194,7 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
         lockstep.resume()
 
 
-def _candidates(strategy: BaseStrategy) -> list[int]:
+def _joiners(strategy: BaseStrategy) -> list[int]:
     """Who may take part, as all ranks agree; waits for some if too few workers are left."""
     runtime, joining = strategy.extended.runtime, strategy.extended.exchange.joining
     limit_s, said_so = strategy.config.rejoin_timeout_s, False
@@ -202,12 +202,12 @@ def _candidates(strategy: BaseStrategy) -> list[int]:
     while True:
         own: Json = [[], False]  # of the first rank: who is there, and whether the time is over
         if strategy.rank == 0:
-            own = [joining.candidates(strategy.extended.training.training), time.monotonic() > deadline_s]
-        said = AllGather(runtime, "candidates")(json.dumps(own).encode())
+            own = [joining.joiners(strategy.extended.training.training), time.monotonic() > deadline_s]
+        said = AllGather(runtime, "joiners")(json.dumps(own).encode())
         heard = list(map(json.loads, said.values()))
-        candidates = sorted({rank for ranks, _ in heard for rank in ranks})
-        if len(said) + len(candidates) >= joining.least:
-            return candidates
+        joiners = sorted({rank for ranks, _ in heard for rank in ranks})
+        if len(said) + len(joiners) >= joining.least:
+            return joiners
         few = f"{len(said)} workers are left, fewer than min_workers={joining.least}"
         if any(over for _, over in heard):
             error = WorkerLostError(f"{few}, and no other has joined within {limit_s:.3g} s (rejoin_timeout_s)")
@@ -225,15 +225,15 @@ class Joins:
     """Workers that have the state of the others, until all ranks have compared it before their first step."""
 
     state: TrainingState
-    newcomers: Collection[int]
+    joiners: Collection[int]
 
 
 def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int], batch: int = 0) -> None:
     """Gives those who join the state of the `others`, before `batch` of the epoch; all ranks call it."""
     extended, state = strategy.extended, TrainingState(strategy, callbacks)
     rank = extended.exchange.rank  # not its place among those that take part
-    newcomers = set(extended.exchange.view.ranks).difference(others)
-    if rank in newcomers:
+    joiners = set(extended.exchange.view.ranks).difference(others)
+    if rank in joiners:
         stages.know_values(strategy)  # they come now
     gather = AllGather(extended.runtime, "variables of the training")
     inventories: dict[int, dict[str, str]] = {}
@@ -244,24 +244,24 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
             break
         gc.collect()  # ranks collect garbage at different times
         state = TrainingState(strategy, callbacks)
-    theirs = [said for each, said in inventories.items() if each not in newcomers]
+    theirs = [said for each, said in inventories.items() if each not in joiners]
     refused = {
         each: why
-        for each in sorted(newcomers & inventories.keys())
+        for each in sorted(joiners & inventories.keys())
         if (why := state.difference(theirs[0], inventories[each]))
     }
-    newcomers -= _refuse(strategy, refused)
-    if not newcomers:
+    joiners -= _refuse(strategy, refused)
+    if not joiners:
         return
     state.restrict(list(inventories.values()))
     own_snapshot = _captured(state, batch)
     snapshot = Snapshot.unpacked(Broadcast(extended.runtime, "state of the training")(own_snapshot.packed))
     if "error" in snapshot.plain:
-        _refuse(strategy, {each: str(snapshot.plain["error"]) for each in newcomers})
+        _refuse(strategy, {each: str(snapshot.plain["error"]) for each in joiners})
         return
     extended.take_from_first_rank(state.variables)
     extended.staging.take_read()  # one who joins has read others, and one who was alone compared none
-    if rank in newcomers:
+    if rank in joiners:
         for name in state.apply(snapshot):
             logger.warning(
                 "tfps: callback %s begins anew on this worker, which joins; get_state() and set_state(state) would let "
@@ -275,7 +275,7 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
         state.move_remote(snapshot if "error" in own_snapshot.plain else own_snapshot)
         if snapshot.plain["taken"]:
             extended.staging.lockstep.compare_next()
-    extended.training.joins = Joins(state, newcomers)
+    extended.training.joins = Joins(state, joiners)
 
 
 def _captured(state: TrainingState, batch: int) -> Snapshot:
@@ -289,12 +289,12 @@ def _captured(state: TrainingState, batch: int) -> Snapshot:
 def _check(strategy: BaseStrategy, joins: Joins) -> None:
     """Compares the state of all ranks, after callbacks and before the first step of those who join."""
     extended = strategy.extended
-    with _alone(strategy) if extended.exchange.rank in joins.newcomers else contextlib.nullcontext():
+    with _alone(strategy) if extended.exchange.rank in joins.joiners else contextlib.nullcontext():
         said = AllGather(extended.runtime, "state of those who join")(joins.state.digest())
         digests = {rank: np.frombuffer(each, np.int64) for rank, each in said.items()}
-        theirs = next(each for rank, each in digests.items() if rank not in joins.newcomers)
+        theirs = next(each for rank, each in digests.items() if rank not in joins.joiners)
         refused = {}
-        for rank in sorted(joins.newcomers & digests.keys()):
+        for rank in sorted(joins.joiners & digests.keys()):
             if (places := np.flatnonzero(digests[rank] != theirs)).size:
                 name = joins.state.described(int(places[0]))
                 refused[rank] = (
@@ -302,7 +302,7 @@ def _check(strategy: BaseStrategy, joins: Joins) -> None:
                     "on this worker only"
                 )
         _refuse(strategy, refused)
-    extended.staging.lockstep.newcomers = frozenset(joins.newcomers - refused.keys())
+    extended.staging.lockstep.joiners = frozenset(joins.joiners - refused.keys())
     extended.staging.lockstep.resume()
 
 

@@ -168,7 +168,7 @@ def _end_training(
 def _fit(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """Compares what layers have adapted to between ranks, tells the policy, and leaves the History for who joins."""
     position = strategy.extended.training
-    if strategy.extended.exchange.joining.candidate and position.admits:
+    if strategy.extended.exchange.joining.pending and position.admits:
         check_generators(original, model, args, options)
     with compared_tables(strategy, model), strategy.extended.policy.fitting():
         if position.fitting:
@@ -191,7 +191,7 @@ def _evaluate(original: Function, strategy: BaseStrategy, model: Model, *args: o
     if not position.fitting:
         position.evaluation += 1
         stage = f"evaluate {position.evaluation}"
-        if joining.candidate:
+        if joining.pending:
             return stages.result_of(strategy, stage)
     with policy.global_parameters(), compared_tables(strategy, model), evaluating:
         result = original(model, *args, **options)

@@ -43,21 +43,21 @@ class _Shared:
     shuffle: Callable[[Value], tf.Tensor] | None = None
 
 
-def share_random_states(runtime: Runtime, *, for_newcomers: bool) -> None:
-    """Gives this rank rank 0's random states; every rank must call it. `for_newcomers`: others may need them later."""
+def share_random_states(runtime: Runtime, *, for_joiners: bool) -> None:
+    """Gives this rank rank 0's random states; every rank must call it. `for_joiners`: others may need them later."""
     if runtime.exchange.view.workers == 1:
         return
     own = {**states(), "keras": global_seeds(), "datasets": secrets.randbits(64)}
     exchange = runtime.exchange
-    if exchange.joining.candidate:
+    if exchange.joining.pending:
         said = next(line for line in exchange.joining.lines() if line.startswith(_STATES))
     else:
         said = _STATES + Broadcast(runtime, "random states")(lambda: json.dumps(own).encode()).decode()
-        if for_newcomers:
+        if for_joiners:
             exchange.declare([], [said])
     first = json.loads(said.removeprefix(_STATES))
     _Shared.seeds = random.Random(first["datasets"])
-    if exchange.rank == runtime.source and not exchange.joining.candidate:
+    if exchange.rank == runtime.source and not exchange.joining.pending:
         return
     set_global_seeds(first["keras"])
     set_states(first)

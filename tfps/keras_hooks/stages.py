@@ -27,7 +27,7 @@ _ASK_S = 0.5
 def note(strategy: BaseStrategy, stage: str, result: Json) -> None:
     """Leaves rank 0's `result` of a stage, such as "fit 1", with the pservers; every rank must call it."""
     exchange = strategy.extended.exchange
-    if not strategy.extended.training.admits or exchange.joining.candidate:
+    if not strategy.extended.training.admits or exchange.joining.pending:
         return
     text = json.dumps(in_json(result), default=str)
     said = Broadcast(strategy.extended.runtime, "result of a stage")(text.encode)

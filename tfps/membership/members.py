@@ -78,7 +78,7 @@ class Member:
     streams: set[str] = field(default_factory=set)  # those opened: "Push", "Pull"
     ended: int = 0  # how many of them have ended
     step: int = 0  # the highest pushed
-    ready: int = 0  # of a candidate: the training that it may be admitted to
+    ready: int = 0  # of a joining worker: the training that it may be admitted to
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
     reason: str = ""  # why it has left, if it said so
 

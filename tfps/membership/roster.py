@@ -98,7 +98,7 @@ class Roster:
         self.resumed: Resumed | None = None  # what the job is if it goes on with other pservers
         self.least: int | None = None
         self.begun = False  # all have joined, here or at the first pserver: who is lost from now on is missed
-        self.takes_candidates = False  # all have joined here: others are candidates
+        self.takes_joiners = False  # all have joined here: others are joiners
         self.restored = False  # of a job that was resumed: all have written what they had kept
         self._few_since_s: float | None = None  # since when fewer than `least` have been left
 
@@ -137,7 +137,7 @@ class Roster:
         for rank in set(range(self.view.workers)).difference(resumed.ranks):
             self.lost[rank] = f"rank {rank} was lost before the pservers changed"
 
-    def candidates(self, training: int) -> list[int]:
+    def joiners(self, training: int) -> list[int]:
         """Ranks of those that have joined a job under way and may be admitted to this training."""
         return [
             rank
@@ -171,8 +171,8 @@ class Roster:
         if rank not in self.view.ranks:
             del self.members[rank]
             return self.view, [
-                Log(f"has a candidate less: {member} {why}"),
-                Forget(rank, WorkerLostError(f"this candidate {why}")),
+                Log(f"has lost a joining worker: {member} {why}"),
+                Forget(rank, WorkerLostError(f"this joining worker {why}")),
             ]
         if self.resumed is not None and not self.restored:  # its workers meet again
             return self.view, [Fail(PserverLostError(f"the job did not go on with these pservers: {member} {why}"))]
@@ -200,9 +200,9 @@ class Roster:
         self.view = self.view.next(left=[rank])
         return self.view, [Tell(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
 
-    def admit(self, candidates: Collection[int]) -> Change:
-        """Those of `candidates` that are there take part from now on."""
-        before, here = self.view.ranks, [r for r in sorted(candidates) if self._streams(r)]
+    def admit(self, joiners: Collection[int]) -> Change:
+        """Those of `joiners` that are there take part from now on."""
+        before, here = self.view.ranks, [r for r in sorted(joiners) if self._streams(r)]
         if here:
             self.view = self.view.next(joined=here)
         effects: list[Effect] = []

@@ -29,7 +29,7 @@ class Declaration:
     specs: Sequence[BucketSpec] = ()
     steps: Sequence[int] = ()  # the first of each bucket; empty: 0
     agreed: bool = False
-    for_newcomers: Sequence[str] = ()  # the details of one without buckets
+    for_joiners: Sequence[str] = ()  # the details of one without buckets
 
 
 class Declarations:
@@ -81,7 +81,7 @@ class Declarations:
             if rank in declaration.lines:
                 raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
             declaration.lines[rank], declaration.specs, declaration.steps = lines, specs, steps
-            declaration.for_newcomers = () if specs else tuple(details)
+            declaration.for_joiners = () if specs else tuple(details)
             if declaration.lines.keys() >= set(members.view.ranks):
                 if (difference := first_difference(declaration.lines, members.describe)) is not None:
                     self._state.fail(MismatchError(difference))
@@ -112,7 +112,7 @@ class Declarations:
         if not declaration.lines.keys() >= set(self._state.roster.view.ranks) or self._state.roster.not_streaming():
             return False
         self._state.shard.add(declaration.specs, declaration.steps)
-        declaration.agreed = self._state.roster.begun = self._state.roster.takes_candidates = True
+        declaration.agreed = self._state.roster.begun = self._state.roster.takes_joiners = True
         self._state.roster.restored = self._is_restored
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
         if self._goes_on_now:
@@ -128,7 +128,7 @@ class Declarations:
             return {
                 "declarations": len(agreed),
                 "buckets": [bucket_message(bucket.spec) for bucket in self._state.shard.buckets],
-                "lines": [line for each in agreed for line in each.for_newcomers],
+                "lines": [line for each in agreed for line in each.for_joiners],
                 "layouts": [layout_message(layout) for layout in self._layouts],
                 "steps": [bucket.steps for bucket in self._state.shard.buckets],
             }

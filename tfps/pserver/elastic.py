@@ -2,7 +2,7 @@
 
 `Roster` decides; what follows is done here.
 
-Tested in tests/worker/test_lost_workers.py, tests/worker/test_newcomers.py and tests/worker/test_joining_again.py.
+Tested in tests/worker/test_lost_workers.py, tests/worker/test_joiners.py and tests/worker/test_joining_again.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _STEPS = {How.LOST: 0, How.SILENT: frames.SILENT, How.ENDED: frames.ENDED}  # of
 
 @dataclass(slots=True)
 class Admission:
-    """Candidates that are about to take part, and the ranks that have agreed."""
+    """Joining workers that are about to take part, and the ranks that have agreed."""
 
-    candidates: frozenset[int]
+    joiners: frozenset[int]
     called: set[int] = field(default_factory=set)
     before: Sequence[int] = ()  # who took part until it was over
     present: Sequence[int] = ()  # and from then on
@@ -69,7 +69,7 @@ class Elastic:
         with state.changed:
             if applicant.resumed is None and members.resumed is not None:  # its own workers come first
                 state.changed.wait_for(lambda: members.restored or state.failure is not None, timeout_s)
-            if rank is None or not members.takes_candidates or members.least is None:
+            if rank is None or not members.takes_joiners or members.least is None:
                 return
 
             def is_free() -> bool:
@@ -79,7 +79,7 @@ class Elastic:
             state.changed.wait_for(is_free, min(timeout_s, SILENT_S + _NOTICED_S))
 
     def ready(self, rank: int, training: int) -> dict[str, object]:
-        """The candidates that are ready, as `rank` is from now on if it is one; see ReadyRequest."""
+        """The joiners that are ready, as `rank` is from now on if it is one; see ReadyRequest."""
         with self._state.changed:
             self._state.raise_failure()
             members = self._state.roster
@@ -88,18 +88,18 @@ class Elastic:
             elif rank in members.members and members.members[rank].ready != training:
                 members.members[rank].ready = training
                 self._state.announce(Header(Kind.READY))
-            return {"candidates": members.candidates(training), "training": self._training}
+            return {"candidates": members.joiners(training), "training": self._training}
 
-    def admit(self, rank: int, candidates: Collection[int], timeout_s: float) -> dict[str, object]:
+    def admit(self, rank: int, joiners: Collection[int], timeout_s: float) -> dict[str, object]:
         """Returns who takes part once all ranks of the view have called it; see AdmitRequest."""
         state, members = self._state, self._state.roster
         with state.changed:
             state.raise_failure()
-            admission = self.admission = self.admission or Admission(frozenset(candidates))
-            if admission.candidates != frozenset(candidates):
+            admission = self.admission = self.admission or Admission(frozenset(joiners))
+            if admission.joiners != frozenset(joiners):
                 raise ProtocolError(
-                    f"all ranks must admit the same candidates, got {sorted(candidates)} from rank {rank}, others "
-                    f"{sorted(admission.candidates)}"
+                    f"all ranks must admit the same joining workers, got {sorted(joiners)} from rank {rank}, others "
+                    f"{sorted(admission.joiners)}"
                 )
             admission.called.add(rank)
             state.changed.notify_all()
@@ -115,7 +115,7 @@ class Elastic:
         if admission.over or not admission.called >= set(self._state.roster.view.ranks):
             return admission.over
         admission.before = self._state.roster.view.ranks
-        view, effects = self._state.roster.admit(admission.candidates)
+        view, effects = self._state.roster.admit(admission.joiners)
         if view.ranks != admission.before:
             self._state.shard.set_view(view)
             for _, item in self._state.shard.slices():

@@ -46,7 +46,7 @@ class Joined(NamedTuple):
 
     rank: int
     shared_memory: bool
-    candidate: bool
+    pending: bool
     present: Sequence[int]
     generation: int
 
@@ -101,11 +101,11 @@ class Job:
             )
 
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Joined:
-        """Adds a worker, which shares `memory`, as a member, or as a candidate for the place of one that was lost."""
+        """Adds a worker, which shares `memory`: as a member, or as one that joins in the place of one that was lost."""
         state, roster = self._state, self._state.roster
         with state.changed:
-            joins = roster.takes_candidates and config.elastic and applicant.rank in (None, *roster.lost)
-            if joins and not config.takes_newcomers:
+            joins = roster.takes_joiners and config.elastic and applicant.rank in (None, *roster.lost)
+            if joins and not config.takes_joiners:
                 raise UnsupportedError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
                     "on without it"
@@ -132,11 +132,11 @@ class Job:
                 )
                 for number, ranks in state.shard.sets.told():
                     state.queues[member.rank].put_urgent(frames.encode_ranks(number, ranks))
-            candidate = roster.takes_candidates and member.rank not in roster.view.ranks
-            if candidate:
-                state.log(f"has a candidate: {member} may take part at the next step boundary")
+            pending = roster.takes_joiners and member.rank not in roster.view.ranks
+            if pending:
+                state.log(f"has a joining worker: {member} may take part at the next step boundary")
             view = roster.view
-            return Joined(member.rank, member.rank in state.memory, candidate, view.ranks, view.generation)
+            return Joined(member.rank, member.rank in state.memory, pending, view.ranks, view.generation)
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""

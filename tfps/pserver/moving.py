@@ -33,7 +33,7 @@ class Moving:
     def generation(self) -> int | None:
         """The generation of a job that has begun and goes on with other pservers; None: it does not."""
         with self._state.changed:
-            begun = self._state.roster.takes_candidates or self._state.roster.resumed is not None
+            begun = self._state.roster.takes_joiners or self._state.roster.resumed is not None
             moves = begun and self._state.shard.config.outlives_pservers
             lost = moves and isinstance(self._state.failure, PserverLostError)
             return self._state.roster.view.generation if lost else None
@@ -61,7 +61,7 @@ class Moving:
         """Tells the workers of a pserver that is to take part. UnsupportedError: they cannot go on with others."""
         with self._state.changed:
             self._state.raise_failure()
-            if not self._state.roster.takes_candidates or self._state.over:
+            if not self._state.roster.takes_joiners or self._state.over:
                 raise ConnectError("no job is under way there: give its workers the address when you start them")
             if not self._state.shard.config.outlives_pservers:
                 raise UnsupportedError(

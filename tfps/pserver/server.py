@@ -240,7 +240,7 @@ class ParameterServer:
                 protocol_version=control.PROTOCOL_VERSION,
                 rank=joined.rank,
                 shared_memory=joined.shared_memory,
-                candidate=joined.candidate,
+                candidate=joined.pending,
                 present=joined.present,
                 generation=joined.generation,
                 workers=self.workers,

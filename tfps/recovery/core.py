@@ -104,7 +104,7 @@ class Core:
         self.failures = FailureState()
         self.buckets: list[ElasticBucket] = []
         self.changed = threading.Condition()  # guards what follows; notified after each step of the machine
-        self.recovery = Recovery(config.rejoin_timeout_s, candidate=first.joining.candidate)
+        self.recovery = Recovery(config.rejoin_timeout_s, joining=first.joining.pending)
         self.sessions = {self.recovery.session: first}  # what the machine knows by numbers
         self.ended: set[int] = set()  # whose programs have ended, in earlier views
         self.closing_reason = ""  # why it has been closed
@@ -126,8 +126,8 @@ class Core:
         return self.recovery.phase
 
     @property
-    def is_candidate(self) -> bool:
-        return self.recovery.candidate
+    def is_joining(self) -> bool:
+        return self.recovery.joining
 
     @property
     def rank(self) -> int:
@@ -208,8 +208,8 @@ class Core:
     # Buckets
 
     def journal(self, bucket: ElasticBucket) -> Journal | None:
-        """What is kept; a candidate keeps nothing, as nobody gets what it pushes."""
-        return None if self.is_candidate else bucket.kept
+        """What is kept; a joining worker keeps nothing, as nobody gets what it pushes."""
+        return None if self.is_joining else bucket.kept
 
     def check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""

@@ -26,7 +26,7 @@ class Declarations:
         self.count = core.worker.client.declarations
         self.lines: list[str] = []  # details of declarations without buckets, in order
         self.latest: tuple[Sequence[BucketSpec], Sequence[str]] = (), ()
-        self.tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this candidate has declared
+        self.tried: list[tuple[Sequence[BucketSpec], Sequence[str]]] = []  # what this joining worker has declared
 
     def declare(self, specs: Sequence[BucketSpec], details: Sequence[str], stop: threading.Event | None) -> list[int]:
         """See `Exchange.declare`."""
@@ -38,7 +38,7 @@ class Declarations:
                 if worker.client.declarations != self.count:  # else the job had declared it before this worker came
                     self.count, self.latest = worker.client.declarations, (specs, details)
                 self.lines += [] if specs else list(details)
-                self.tried += [(specs, details)] if worker.joining.candidate else []
+                self.tried += [(specs, details)] if worker.joining.pending else []
                 self._know(worker)
             return ids
 

@@ -1,6 +1,6 @@
 """The `Joining` of an `ElasticExchange`: how it joins a job under way, and lets others join.
 
-Tested in tests/worker/test_newcomers.py and tests/worker/test_lost_meanwhile.py.
+Tested in tests/worker/test_joiners.py and tests/worker/test_lost_meanwhile.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ElasticJoining:
         self._core.worker.joining.told = value
 
     @property
-    def candidate(self) -> bool:
-        return self._core.worker.joining.candidate
+    def pending(self) -> bool:
+        return self._core.worker.joining.pending
 
     @contextlib.contextmanager
     def trying_out(self) -> Iterator[None]:
@@ -57,16 +57,16 @@ class ElasticJoining:
     def lines(self) -> Sequence[str]:
         return self._core.call(lambda worker: worker.joining.lines())
 
-    def candidates(self, training: int) -> list[int]:
-        return self._core.call(lambda worker: worker.joining.candidates(training))
+    def joiners(self, training: int) -> list[int]:
+        return self._core.call(lambda worker: worker.joining.joiners(training))
 
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
-        core, before, self.admitting = self._core, self._core.view.ranks, candidates
+    def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
+        core, before, self.admitting = self._core, self._core.view.ranks, joiners
         try:
             while True:
                 worker = core.call(lambda now: now)
                 try:
-                    found = worker.joining.admit(candidates)
+                    found = worker.joining.admit(joiners)
                     for number, bucket in enumerate(core.buckets):
                         with bucket.lock:
                             if (kept := bucket.kept) is not None and found is not None:
@@ -81,7 +81,7 @@ class ElasticJoining:
                         raise
                 # Once it goes on with other pservers, all know whether anybody was admitted; if not, all call it again.
                 core.call(lambda _: None)
-                if set(candidates).intersection(self.expected):
+                if set(joiners).intersection(self.expected):
                     return list(before)
         finally:
             self.admitting = ()

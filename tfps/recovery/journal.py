@@ -40,7 +40,7 @@ class Write(NamedTuple):
 class Push:
     """What has been pushed."""
 
-    payload: Payload | None  # as it was given: a newcomer gets the same object back (Reply.sum)
+    payload: Payload | None  # as it was given: a joining worker gets the same object back (Reply.sum)
     on_reply: OnReply
     collects: bool = False  # residuals: see State.collect_residual
     step_scalars: bytes = b""

@@ -272,9 +272,9 @@ class Recovery:
     there is never more than one; `behind` is empty but in REPLAYING; ENDED is never left.
     """
 
-    def __init__(self, limit_s: float, *, candidate: bool = False) -> None:
+    def __init__(self, limit_s: float, *, joining: bool = False) -> None:
         self._limit_s = limit_s
-        self.candidate = candidate  # whether it has asked to join, and takes no part yet
+        self.joining = joining  # whether it has asked to join, and takes no part yet
         self.phase = Phase.RUNNING
         self.session = 0
         self.next: int | None = None  # that is tried, from its Connected on
@@ -288,7 +288,7 @@ class Recovery:
         """Takes `event`; returns what is to be done."""
         match event:
             case Joined():
-                self.candidate = False
+                self.joining = False
             case Connected(session) | Restored(session) if self.phase is Phase.ENDED:
                 self.next = None
                 return [Drop(session, ClosedError("the exchange has ended"), tells=False)]
@@ -313,7 +313,7 @@ class Recovery:
             case Offered(address):
                 return [Settle(address)]
             case Settled(session, address, known):
-                if session == self.session and self.phase is Phase.RUNNING and not (known or self.candidate):
+                if session == self.session and self.phase is Phase.RUNNING and not (known or self.joining):
                     return [Quit(session, PserverLostError(f"pserver {address} takes part from now on"))]
             case Broken(error):
                 return self._end(error)
@@ -336,7 +336,7 @@ class Recovery:
 
     def _attempt(self) -> Sequence[Effect]:
         self.phase = Phase.RENDEZVOUS
-        if self.candidate:
+        if self.joining:
             return self._connect(None)
         return [Report(None if self._decision is None else self._decision.generation, self._reason)]
 
@@ -349,7 +349,7 @@ class Recovery:
         """Ends the session that was tried; makes another attempt, or ends."""
         effects: list[Effect] = []
         if self.next is not None:
-            effects, self.next = [Drop(self.next, error, tells=not self.candidate)], None
+            effects, self.next = [Drop(self.next, error, tells=not self.joining)], None
         waited_s = now_s - self._began_s
         if not isinstance(error, LATER):
             return [*effects, *self._end(error)]

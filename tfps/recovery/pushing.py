@@ -91,7 +91,7 @@ class Pushing:
             if reply.error is None:
                 if kept is None:
                     bucket.last, core.quiesced = reply, False
-                bucket.replies = bucket.replies + 1 if worker.joining.candidate else reply.step + 1
+                bucket.replies = bucket.replies + 1 if worker.joining.pending else reply.step + 1
         on_reply(reply)
 
     def _begin_saving(

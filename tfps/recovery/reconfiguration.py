@@ -91,7 +91,7 @@ class Reconfiguration:
             case machine.Leave(session, reason):
                 asks = "this worker asks again to join the job"
                 meets = "the workers meet, to go on with the pservers that there are"
-                logger.warning("tfps: %s; %s", reason, asks if core.is_candidate else meets)
+                logger.warning("tfps: %s; %s", reason, asks if core.is_joining else meets)
                 threading.Thread(target=core.sessions[session].close, name="tfps-hang-up", daemon=True).start()
                 for bucket in core.buckets:  # nothing that comes from now on counts
                     with bucket.lock:
@@ -183,7 +183,7 @@ class Reconfiguration:
         if decision is not None:
             self._answered = self._restore(new, old, decision)
         else:
-            if not new.joining.candidate:
+            if not new.joining.pending:
                 raise ConnectError("the job is not under way any more")
             for specs, details in self._declarations.tried:
                 new.declare(specs, details)
@@ -264,7 +264,7 @@ class Reconfiguration:
         """The buckets of which pushes are given again, which wait from now on. Caller holds the core's lock."""
         core = self._core
         for bucket in core.buckets:
-            bucket.behind = (bucket.log is not None and not core.is_candidate) or (bucket.gone and bool(bucket.pushes))
+            bucket.behind = (bucket.log is not None and not core.is_joining) or (bucket.gone and bool(bucket.pushes))
         return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.behind)
 
     def _use(self, session: int) -> None:
@@ -283,7 +283,7 @@ class Reconfiguration:
                         if not core.is_lost(new):
                             raise
                     self._tables.give_asks(number, new)
-        if core.is_candidate:
+        if core.is_joining:
             return
         names = f"{'pserver' if len(new.addresses) == 1 else 'pservers'} {', '.join(new.addresses)}"
         logger.info("tfps: the job goes on with %d workers and %s", len(new.view.ranks), names)

@@ -132,7 +132,7 @@ class ElasticTables:
         def replace(worker: Worker) -> _T:
             core.check_there(request.table)
             own = later(request, bucket.ahead)
-            if worker.joining.candidate:
+            if worker.joining.pending:
                 return what(worker.tables, own)  # the others have done it
             found, kept, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks
             if kept is not None and kept.files is not None:

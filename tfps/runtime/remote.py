@@ -183,7 +183,7 @@ def pieces_of(variables: Sequence[Variable], rule: RemoteRule) -> list[RemotePie
 
 def is_first(exchange: Exchange) -> bool:
     """Whether this worker is the first of those that take part: it writes what all have assigned."""
-    return exchange.view.ranks[0] == exchange.rank and not exchange.joining.candidate
+    return exchange.view.ranks[0] == exchange.rank and not exchange.joining.pending
 
 
 def value_of(component: Variable) -> Array:

@@ -405,7 +405,7 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     connection = _Connection(cluster, config)
     connection.users[user] = contextlib.ExitStack()
     try:
-        share_random_states(connection.runtime, for_newcomers=config.elastic)
+        share_random_states(connection.runtime, for_joiners=config.elastic)
         exchange = connection.runtime.exchange
         cache_apart(exchange.rank, exchange.view, changes=config.elastic)
     except BaseException:

@@ -195,9 +195,9 @@ class PserverClient:
         request = pb.ReadyRequest(**self.me, training=training)
         return self.pservers[0].call("Ready", request, _CALL_TIMEOUT_S)
 
-    def admit(self, candidates: Sequence[int], timeout_s: float) -> pb.AdmitReply:
-        """Lets candidates take part, as all ranks do; returns what the first pserver says."""
-        request = pb.AdmitRequest(**self.me, candidates=candidates, timeout_s=timeout_s)
+    def admit(self, joiners: Sequence[int], timeout_s: float) -> pb.AdmitReply:
+        """Lets joiners take part, as all ranks do; returns what the first pserver says."""
+        request = pb.AdmitRequest(**self.me, candidates=joiners, timeout_s=timeout_s)
         first, *_ = (pserver.call("Admit", request, timeout_s + _ANSWER_MARGIN_S) for pserver in self.pservers)
         return first
 

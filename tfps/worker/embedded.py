@@ -186,7 +186,7 @@ class EmbeddedPeers:
 class NobodyJoins:
     """The `Joining` of a job of one worker."""
 
-    candidate = told = False
+    pending = told = False
     least = 0
 
     def __init__(self, rank: int) -> None:
@@ -201,10 +201,10 @@ class NobodyJoins:
     def take_part(self, training: int) -> Sequence[int] | None:
         return [self._rank]
 
-    def candidates(self, training: int) -> list[int]:
+    def joiners(self, training: int) -> list[int]:
         return []
 
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
+    def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         return None
 
 

@@ -1,6 +1,6 @@
 """How a worker joins a job under way, and how it lets others join: the `Joining` of a `Worker`.
 
-Tested in tests/worker/test_newcomers.py and tests/worker/test_joining_again.py.
+Tested in tests/worker/test_joiners.py and tests/worker/test_joining_again.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfps.worker.presence import Presence
 from tfps.worker.trial import JobsBuckets, Trial
 
 logger = logging.getLogger("tfps")
-_READY_S = 0.5  # between a newcomer's questions whether the training that it waits for is over
+_READY_S = 0.5  # between a joining worker's questions whether the training that it waits for is over
 Commit = Callable[[Sequence[pb.DeclaredReply]], None]
 
 
@@ -57,7 +57,7 @@ class WorkerJoining:
         return self._client.membership.view
 
     @property
-    def candidate(self) -> bool:
+    def pending(self) -> bool:
         return self.trial is not None
 
     @property
@@ -114,12 +114,12 @@ class WorkerJoining:
         self.on_joined()
         self.trial = None
 
-    def candidates(self, training: int) -> list[int]:
+    def joiners(self, training: int) -> list[int]:
         return list(self._client.ready(training).candidates)
 
-    def admit(self, candidates: Sequence[int]) -> Sequence[int] | None:
+    def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         before = self._presence.admissions()
-        reply = self._client.admit(candidates, self._config.step_timeout_s)
+        reply = self._client.admit(joiners, self._config.step_timeout_s)
         joined = sorted(set(reply.present).difference(reply.before))
         told = self._presence.wait_admitted(before, lambda: self._failures.end is not None, self._config.step_timeout_s)
         self._failures.check()

@@ -1,6 +1,6 @@
 """A worker that has joined a job under way, until it takes part: what it exchanges, and the job's buckets.
 
-Tested in tests/worker/test_newcomers.py and tests/elastic/test_joined.py.
+Tested in tests/worker/test_joiners.py and tests/elastic/test_joined.py.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Worker:
             for pserver in self._pservers:
                 pserver.explain = self._explain
             self._tuner = Tuner(config, self.client, self._queues, self._memory, self.tune)
-            if self.joining.candidate:
+            if self.joining.pending:
                 self._learn()
             else:
                 # Ends when all workers have joined: everything above is built before any frame comes.
@@ -192,7 +192,7 @@ class Worker:
         opening = Opening(self.config.transport, self._when)
         for index, joined in enumerate(self.client.join(job, workers, self._memory, deadline_s, resumed)):
             everybody = range(self.view.workers)
-            if joined.candidate:
+            if joined.pending:
                 self.joining.begin(joined.rank)
             pserver, queue = self._pservers[index], self._queues[index]
             path = opening.open(pserver, index, queue, joined.data_port, self.client.membership)
@@ -208,7 +208,7 @@ class Worker:
             )
             queue.heard()
             present = everybody if resumed is None else resumed.ranks
-            self.presence.joined(joined.present if joined.candidate else present)
+            self.presence.joined(joined.present if joined.pending else present)
             self._streams.append(WorkerStream(path, pserver.address, index, queue, incoming, self.fail, self._when))
             if joined.shared_memory:
                 self._memory.pservers.add(index)
@@ -271,7 +271,7 @@ class Worker:
                 for number, spec in zip(found, specs, strict=True):
                     self._buckets[number].spec = spec
                 return found
-            if self.joining.candidate:
+            if self.joining.pending:
                 first = [*specs, *details][0]
                 raise MismatchError(
                     f"rank {self.rank} joins a job under way, and declares what that has not declared, {first}: it "
@@ -390,7 +390,7 @@ class Worker:
     def _cut_anew(self, layout: Layout) -> None:
         self.info.slice_bytes, self.info.window_bytes = layout.slice_bytes, layout.window_bytes
         cuttings = cut_anew(self.pushes.specs(), layout, self.view.pservers, self.config.placement)
-        self.pushes.cut_anew(cuttings, at_once=self.joining.candidate)
+        self.pushes.cut_anew(cuttings, at_once=self.joining.pending)
 
     # Pushing
 

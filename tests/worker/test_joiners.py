@@ -33,7 +33,7 @@ class Job:
         self.config = config
         self.cluster, self.addresses = cluster, cluster.pservers(pservers, 3)
         made = cluster.workers(self.addresses, 3, config=config)
-        together(*(functools.partial(worker.declare, [], ["a line for newcomers"]) for worker in made))
+        together(*(functools.partial(worker.declare, [], ["a line for joining workers"]) for worker in made))
         declare(made, GRADIENT, TOTAL)
         declare(made, WORDS)
         self.workers, lost = made[:2], made[2]
@@ -51,17 +51,17 @@ class Job:
             assert summed(total.wait()).tolist() == [len(workers)] * 2
             assert words.wait().parts == {worker.rank: b"x" for worker in workers}
 
-    def newcomer(self, rank: int | None = None) -> Worker:
+    def joiner(self, rank: int | None = None) -> Worker:
         return self.cluster.worker(self.addresses, rank, config=self.config)
 
-    def admit(self, *newcomers: Worker) -> list[list[int]]:
+    def admit(self, *joiners: Worker) -> list[list[int]]:
         """What all of them return."""
         first = self.workers[0]
-        joining = [functools.partial(each.joining.take_part, 1) for each in newcomers]
+        joining = [functools.partial(each.joining.take_part, 1) for each in joiners]
 
         def admit(worker: Worker) -> Sequence[int] | None:
-            poll(lambda: first.joining.candidates(1) == sorted(each.rank for each in newcomers))
-            return worker.joining.admit(sorted(each.rank for each in newcomers))
+            poll(lambda: first.joining.joiners(1) == sorted(each.rank for each in joiners))
+            return worker.joining.admit(sorted(each.rank for each in joiners))
 
         found = together(*joining, *(functools.partial(admit, worker) for worker in self.workers))
         return [list(ranks or ()) for ranks in found]
@@ -73,29 +73,29 @@ def under_way(cluster: Cluster) -> Job:
 
 
 @pytest.mark.parametrize("rank", [2, None])
-def test_a_newcomer_gets_a_free_number_and_takes_part_when_all_let_it(under_way: Job, rank: int | None) -> None:
-    newcomer = under_way.newcomer(rank)
-    assert (newcomer.rank, newcomer.joining.candidate) == (2, True)
-    assert newcomer.joining.lines() == ["a line for newcomers"]
-    assert newcomer.declare([WORDS]) == [2]  # in another order than the others
-    assert newcomer.declare([GRADIENT, TOTAL]) == [0, 1]
+def test_a_joining_worker_gets_a_free_number_and_takes_part_when_all_let_it(under_way: Job, rank: int | None) -> None:
+    joiner = under_way.joiner(rank)
+    assert (joiner.rank, joiner.joining.pending) == (2, True)
+    assert joiner.joining.lines() == ["a line for joining workers"]
+    assert joiner.declare([WORDS]) == [2]  # in another order than the others
+    assert joiner.declare([GRADIENT, TOTAL]) == [0, 1]
     under_way.exchange(under_way.workers)  # who do not wait for it
-    assert under_way.admit(newcomer) == [[0, 1]] * 3
-    assert not newcomer.joining.candidate
-    for worker in (*under_way.workers, newcomer):
+    assert under_way.admit(joiner) == [[0, 1]] * 3
+    assert not joiner.joining.pending
+    for worker in (*under_way.workers, joiner):
         assert worker.view.ranks == (0, 1, 2)
     for _ in range(2):
-        under_way.exchange([*under_way.workers, newcomer])
-    assert declare([*under_way.workers, newcomer], bucket(4, name="later")) == [3]
+        under_way.exchange([*under_way.workers, joiner])
+    assert declare([*under_way.workers, joiner], bucket(4, name="later")) == [3]
 
 
 def test_a_capture_says_who_joins_meanwhile(under_way: Job) -> None:
     first = under_way.workers[0]
     first.captures.start()
-    newcomer = under_way.newcomer()
-    newcomer.declare([GRADIENT, TOTAL, WORDS])
-    under_way.admit(newcomer)
-    under_way.exchange([*under_way.workers, newcomer])
+    joiner = under_way.joiner()
+    joiner.declare([GRADIENT, TOTAL, WORDS])
+    under_way.admit(joiner)
+    under_way.exchange([*under_way.workers, joiner])
     capture = first.captures.stop([], "run", (), {})
     before, now = capture.views
     assert (before.ranks, before.reason) == ((0, 1), "")
@@ -107,64 +107,64 @@ def test_a_capture_says_who_joins_meanwhile(under_way: Job) -> None:
 
 
 def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> None:
-    newcomer = under_way.newcomer()
-    assert newcomer.declare([TOTAL, WORDS][:1]) == [1]
-    total = push(newcomer, 1, ONES[:2]).wait()
+    joiner = under_way.joiner()
+    assert joiner.declare([TOTAL, WORDS][:1]) == [1]
+    total = push(joiner, 1, ONES[:2]).wait()
     assert (summed(total).tolist(), list(total.ranks)) == ([1.0, 1.0], [2])
     with pytest.raises(UnsupportedError, match=r"rank 2: a worker can join a job under way in model.fit only"):
-        push(newcomer, 0, ONES).wait()
-    with newcomer.joining.trying_out():
-        assert summed(push(newcomer, 0, ONES).wait()).tolist() == [1.0] * 750
+        push(joiner, 0, ONES).wait()
+    with joiner.joining.trying_out():
+        assert summed(push(joiner, 0, ONES).wait()).tolist() == [1.0] * 750
 
 
-def test_two_newcomers_at_once_and_one_that_dies_before(cluster: Cluster) -> None:
+def test_two_joining_workers_at_once_and_one_that_dies_before(cluster: Cluster) -> None:
     job = Job(cluster, pservers=1)
     job.workers[1].close("SIGTERM")
     job.workers.pop()
-    dies, first, second = job.newcomer(1), None, None
+    dies, first, second = job.joiner(1), None, None
     dies.declare([GRADIENT, TOTAL])
     dies.close()
-    poll(lambda: job.workers[0].joining.candidates(1) == [])
-    first, second = job.newcomer(), job.newcomer()
+    poll(lambda: job.workers[0].joining.joiners(1) == [])
+    first, second = job.joiner(), job.joiner()
     assert sorted([first.rank, second.rank]) == [1, 2]
     assert job.admit(first, second) == [[0]] * 3
     job.exchange([job.workers[0], *sorted((first, second), key=lambda each: each.rank)])
 
 
-def test_a_newcomer_that_is_gone_when_the_others_let_it_does_not_take_part(under_way: Job) -> None:
-    newcomer = under_way.newcomer()
-    newcomer.close()
+def test_a_joining_worker_that_is_gone_when_the_others_let_it_does_not_take_part(under_way: Job) -> None:
+    joiner = under_way.joiner()
+    joiner.close()
     assert together(*(functools.partial(worker.joining.admit, [2]) for worker in under_way.workers)) == [None, None]
     under_way.exchange(under_way.workers)
 
 
-def test_a_newcomer_to_a_training_that_is_over_learns_it(under_way: Job) -> None:
-    newcomer = under_way.newcomer()
-    assert under_way.workers[0].joining.candidates(2) == []  # the others are in their second
-    assert newcomer.joining.take_part(1) is None
-    assert newcomer.joining.candidate
+def test_a_worker_that_joins_a_training_that_is_over_learns_it(under_way: Job) -> None:
+    joiner = under_way.joiner()
+    assert under_way.workers[0].joining.joiners(2) == []  # the others are in their second
+    assert joiner.joining.take_part(1) is None
+    assert joiner.joining.pending
 
 
-def test_a_newcomer_waits_for_a_while_only(cluster: Cluster) -> None:
+def test_a_joining_worker_waits_for_a_while_only(cluster: Cluster) -> None:
     config = dataclasses.replace(GOES_ON, rejoin_timeout_s=0.1)
     job = Job(cluster, config=config)
-    newcomer = cluster.worker(job.addresses, config=config)
+    joiner = cluster.worker(job.addresses, config=config)
     with pytest.raises(
         WaitTimeoutError, match=r"rank 2: the other workers have come to no .* within 0.1 s; TFPS_REJOIN"
     ):
-        newcomer.joining.take_part(1)
+        joiner.joining.take_part(1)
 
 
 def test_another_program_is_refused_and_the_others_go_on(under_way: Job) -> None:
-    newcomer = under_way.newcomer()
+    joiner = under_way.joiner()
     with pytest.raises(MismatchError, match=r"rank 2 joins a job under way, and declares what that has not declared"):
-        newcomer.declare([bucket(12, name="another model")])
-    newcomer.close()
+        joiner.declare([bucket(12, name="another model")])
+    joiner.close()
     under_way.exchange(under_way.workers)
 
 
 def test_a_full_job_takes_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_NOTICED_S", 0.5 - SILENT_S)  # else a newcomer waits until nobody can be silent
+    monkeypatch.setattr(elastic, "_NOTICED_S", 0.5 - SILENT_S)  # else a joining worker waits until nobody can be silent
     made = cluster.workers(cluster.pservers(1, 2), 2, config=GOES_ON)
     address = [made[0]._pservers[0].address]
     for rank, why in ((None, "all 2 ranks of the job are taken"), (1, "two workers have rank 1")):
@@ -208,13 +208,13 @@ def updating(cluster: Cluster) -> Job:
 
 
 def test_pservers_keep_parameters_and_slots_while_a_worker_joins(updating: Job) -> None:
-    newcomer = updating.newcomer()
-    assert newcomer.declare([PARAMETERS]) == [3]
-    with newcomer.joining.trying_out():
-        (alone,) = updated([newcomer], 0)
+    joiner = updating.joiner()
+    assert joiner.declare([PARAMETERS]) == [3]
+    with joiner.joining.trying_out():
+        (alone,) = updated([joiner], 0)
     assert summed(alone.wait()).tolist() == [1.0] * 750  # what it has pushed
-    updating.admit(newcomer)
-    for reply in updated([*updating.workers, newcomer], 1):
+    updating.admit(joiner)
+    for reply in updated([*updating.workers, joiner], 1):
         assert summed(reply.wait()).tolist() == [-0.5 - 0.25 - 0.75] * 750
 
 
@@ -223,9 +223,9 @@ def test_who_joins_as_the_first_writes_what_all_have_assigned(updating: Job) -> 
     (left,) = updating.workers = updating.workers[1:]
     poll(lambda: left.view.ranks == (1,))
     updated([left], 1)[0].wait()
-    newcomer = updating.newcomer(0)
-    assert newcomer.declare([PARAMETERS]) == [3]
-    updating.admit(newcomer)
+    joiner = updating.joiner(0)
+    assert joiner.declare([PARAMETERS]) == [3]
+    updating.admit(joiner)
     (waits,) = updated([left], 2, mark=1)
-    newcomer.close("SIGTERM")  # before it has written anything
+    joiner.close("SIGTERM")  # before it has written anything
     waits.error(WorkerLostError, "a worker was lost before it had written what all ranks have assigned")
