@@ -61,7 +61,7 @@ _JOURNALS = ByKind(sum=_of_update, gather=_of_update, table=_of_rows)
 class ElasticBucket:
     """A bucket, as it goes from one `Worker` to the next."""
 
-    kept: Journal | None = None
+    journal: Journal | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)  # guards all
     worker: Worker | None = None  # that takes pushes and whose replies count; None: none does now
     pushes: deque[Push] = field(default_factory=deque)  # that have not been answered
@@ -77,18 +77,18 @@ class ElasticBucket:
     ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
 
     @property
-    def log(self) -> Replay | None:
-        """What is kept, if rounds are computed again from it."""
-        return None if self.kept is None else self.kept.replay
+    def replay(self) -> Replay | None:
+        """The journal, if rounds are computed again from it."""
+        return None if self.journal is None else self.journal.replay
 
 
-def take(number: int, worker: Worker, kept: Journal, wanted: Wanted) -> None:
+def take(number: int, worker: Worker, journal: Journal, wanted: Wanted) -> None:
     """Reads what the journal of a bucket wants, or has pservers save it, and waits."""
     if wanted.save is not None:
-        kept.wrote(wanted.ranks, saved_by(worker, wanted.save))
+        journal.wrote(wanted.ranks, saved_by(worker, wanted.save))
         return
     values = [worker.state.read(number, array, wanted.begin, wanted.nbytes) for array in wanted.arrays]
-    kept.took(Snapshot(wanted.ranks, wanted.begin, values))
+    journal.took(Snapshot(wanted.ranks, wanted.begin, values))
 
 
 def saved_by(worker: Worker, save: Save) -> Saved:
@@ -208,8 +208,8 @@ class Core:
     # Buckets
 
     def journal(self, bucket: ElasticBucket) -> Journal | None:
-        """What is kept; a joining worker keeps nothing, as nobody gets what it pushes."""
-        return None if self.is_joining else bucket.kept
+        """The journal of a bucket; a joining worker keeps none, as nobody gets what it pushes."""
+        return None if self.is_joining else bucket.journal
 
     def check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""
@@ -230,9 +230,9 @@ class Core:
     def _loses_rows(self) -> bool:
         """Whether there are tables of which nothing is kept."""
         specs = self.worker.pushes.specs()
-        kept = {number for number, bucket in enumerate(self.buckets) if bucket.kept is not None}
+        numbers = {number for number, bucket in enumerate(self.buckets) if bucket.journal is not None}
         tables = {number for number, spec in enumerate(specs) if ONLY_ON_PSERVERS[spec.kind]}
-        return bool(tables - kept - {spec.replaces for spec in specs})
+        return bool(tables - numbers - {spec.replaces for spec in specs})
 
     # The end
 

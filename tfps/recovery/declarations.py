@@ -54,24 +54,24 @@ class Declarations:
             self._know(worker)
             for number, bucket in enumerate(core.buckets):
                 bucket.replies = worker.state.steps(number)
-                if bucket.log is not None:
-                    bucket.log.begin(bucket.replies)
+                if bucket.replay is not None:
+                    bucket.replay.begin(bucket.replies)
 
     def _know(self, worker: Worker) -> None:
         """Knows all buckets that `worker` has. Caller holds the lock."""
         core, first = self._core, len(self._core.buckets)
         for number, spec in enumerate(worker.pushes.specs()[first:], first):
-            kept = journal_of(number, core.rank, spec, core.config, self._run)
-            core.buckets.append(bucket := ElasticBucket(kept, worker=worker))
-            if kept is None and ONLY_ON_PSERVERS[spec.kind] and core.rank == core.view.ranks[0]:
+            journal = journal_of(number, core.rank, spec, core.config, self._run)
+            core.buckets.append(bucket := ElasticBucket(journal, worker=worker))
+            if journal is None and ONLY_ON_PSERVERS[spec.kind] and core.rank == core.view.ranks[0]:
                 logger.warning(
                     "tfps: the loss of a pserver ends this job, as it has the rows of table '%s' alone: snapshot_steps "
                     "and snapshot_folder let training survive that",
                     spec.name,
                 )
-            if kept is not None and spec.replaces is not None:  # it goes on with the rows of another one
+            if journal is not None and spec.replaces is not None:  # it goes on with the rows of another one
                 old = core.buckets[spec.replaces]
                 bucket.ahead = old.ahead
-                if old.kept is not None:
-                    kept.follow(old.kept)
-                old.kept = None
+                if old.journal is not None:
+                    journal.follow(old.journal)
+                old.journal = None

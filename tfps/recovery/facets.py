@@ -1,6 +1,6 @@
 """The `Info`, `State` and `Peers` of an `ElasticExchange`: they ask the worker that there is now.
 
-Tested in tests/worker/test_lost_pservers.py and tests/worker/test_newest_of_workers.py.
+Tested in tests/worker/test_lost_pservers.py and tests/worker/test_latest.py.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ElasticState:
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
         target = declared(self._core.buckets, bucket)
         with target.lock:
-            if (kept := self._core.journal(target)) is not None:  # it goes with the next push
-                kept.write(Write(array, begin, bytes(as_bytes(values) or b"")))
+            if (journal := self._core.journal(target)) is not None:  # it goes with the next push
+                journal.write(Write(array, begin, bytes(as_bytes(values) or b"")))
                 return
         self._core.call(lambda worker: worker.state.write(bucket, array, begin, values))
 

@@ -1,6 +1,6 @@
 """The files of a table's snapshots, as far as one worker knows them.
 
-Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py.
+Tested in tests/worker/test_replay_of_rows.py and tests/elastic/test_lost_tables.py.
 """
 
 from __future__ import annotations

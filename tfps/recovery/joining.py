@@ -69,10 +69,10 @@ class ElasticJoining:
                     found = worker.joining.admit(joiners)
                     for number, bucket in enumerate(core.buckets):
                         with bucket.lock:
-                            if (kept := bucket.kept) is not None and found is not None:
-                                if (wanted := kept.admit(tuple(found))) is not None:
-                                    take(number, worker, kept, wanted)
-                                kept.admitted(tuple(found))
+                            if (journal := bucket.journal) is not None and found is not None:
+                                if (wanted := journal.admit(tuple(found))) is not None:
+                                    take(number, worker, journal, wanted)
+                                journal.admitted(tuple(found))
                     with core.changed:
                         core.ended.difference_update(worker.view.ranks)
                     return found

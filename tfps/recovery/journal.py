@@ -8,7 +8,7 @@ logging: Elnozahy et al., https://doi.org/10.1145/568522.568525.)
 
 A journal talks to no pserver: it returns what is to be read, written or saved, and gets what has been found.
 
-Tested in tests/worker/test_kept_by_workers.py, tests/recovery/test_search.py and tests/elastic/test_lost_pservers.py.
+Tested in tests/worker/test_replay.py, tests/recovery/test_search.py and tests/elastic/test_lost_pservers.py.
 """
 
 from __future__ import annotations

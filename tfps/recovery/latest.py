@@ -6,7 +6,7 @@ worker writes its part to the next pservers, as it got them last. Of slots it ta
 part, and slots are up to so many steps old. The parts are of different moments, as slices are in this mode. A gradient
 in flight is not pushed again: parts of others may have it, and none counts twice.
 
-Tested in tests/worker/test_newest_of_workers.py and tests/elastic/test_lost_pservers.py.
+Tested in tests/worker/test_latest.py and tests/elastic/test_lost_pservers.py.
 """
 
 from __future__ import annotations

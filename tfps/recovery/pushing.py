@@ -2,7 +2,7 @@
 
 Before some of them snapshots are taken. A rank has pservers write that of a table, while its pushes wait.
 
-Tested in tests/worker/test_lost_pservers.py, tests/worker/test_kept_by_workers.py and tests/worker/test_kept_tables.py.
+Tested in tests/worker/test_lost_pservers.py, tests/worker/test_replay.py and tests/worker/test_replay_of_rows.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Pushing:
             if (end := core.failures.end) is None:
                 core.check_there(number)
                 bucket.pushes.append(push)
-                if (kept := core.journal(bucket)) is not None:
-                    kept.add(push)
+                if (journal := core.journal(bucket)) is not None:
+                    journal.add(push)
                     if bucket.behind:
                         return
                 if bucket.worker is not None:
@@ -43,8 +43,8 @@ class Pushing:
                         self.give(number, bucket.worker, push)
                     except TfpsError:
                         bucket.pushes.remove(push)
-                        if kept is not None:
-                            kept.drop_last()
+                        if journal is not None:
+                            journal.drop_last()
                         raise
         if end is not None:
             push.on_reply(Reply(error=end))
@@ -52,24 +52,24 @@ class Pushing:
     def give(self, number: int, worker: Worker, push: Push) -> None:
         """Gives `push` to `worker`. Caller holds the bucket's lock."""
         bucket = self._core.buckets[number]
-        kept, step = self._core.journal(bucket), 0
+        journal, step = self._core.journal(bucket), 0
         if isinstance(push, RowsPush):
             push.ahead = bucket.ahead
             step = push.update.step + push.ahead
         try:
-            if kept is not None:
+            if journal is not None:
                 if bucket.saving is worker:
                     return
-                if (wanted := kept.due(worker.view.ranks, step)) is not None:
+                if (wanted := journal.due(worker.view.ranks, step)) is not None:
                     if wanted.save is not None:
-                        self._begin_saving(number, worker, kept, wanted.ranks, wanted.save, push)
+                        self._begin_saving(number, worker, journal, wanted.ranks, wanted.save, push)
                         return
-                    take(number, worker, kept, wanted)
-                kept.give(worker.view.ranks)
+                    take(number, worker, journal, wanted)
+                journal.give(worker.view.ranks)
             push.given = True
             _give(number, worker, push, functools.partial(self._take, number, worker, push))
         except LATER:
-            if kept is None or not self._core.is_lost(worker):  # else all is given again
+            if journal is None or not self._core.is_lost(worker):  # else all is given again
                 raise
 
     def _take(self, number: int, worker: Worker, push: Push, reply: Reply) -> None:
@@ -79,8 +79,8 @@ class Pushing:
             if bucket.worker is not worker or (reply.error is not None and core.goes_on(reply.error)):
                 return
             again = push not in bucket.pushes  # it has been answered before
-            if (kept := core.journal(bucket)) is not None and reply.error is None:
-                kept.answered(push, reply)
+            if (journal := core.journal(bucket)) is not None and reply.error is None:
+                journal.answered(push, reply)
                 if bucket.behind:
                     name = core.worker.pushes.specs()[number].name
                     core.to_do.put(Answered(core.recovery.session, number, tuple(sorted(reply.ranks)), again, name))
@@ -89,13 +89,13 @@ class Pushing:
             bucket.pushes.remove(push)
             on_reply = push.answered()
             if reply.error is None:
-                if kept is None:
+                if journal is None:
                     bucket.last, core.quiesced = reply, False
                 bucket.replies = bucket.replies + 1 if worker.joining.pending else reply.step + 1
         on_reply(reply)
 
     def _begin_saving(
-        self, number: int, worker: Worker, kept: Journal, ranks: tuple[int, ...], save: Save, push: Push
+        self, number: int, worker: Worker, journal: Journal, ranks: tuple[int, ...], save: Save, push: Push
     ) -> None:
         """Takes a table's snapshot before `push`, and goes on; on its own thread, as it may take long."""
         core, bucket = self._core, self._core.buckets[number]
@@ -106,7 +106,7 @@ class Pushing:
                 saved = saved_by(worker, save)
                 with bucket.lock:
                     if bucket.worker is worker:
-                        kept.wrote(ranks, saved)
+                        journal.wrote(ranks, saved)
                         bucket.saving = None
                         # Those that are to be given again follow one by one (`Reconfiguration._give`).
                         for each in [push] if bucket.behind else [each for each in bucket.pushes if not each.given]:

@@ -140,8 +140,8 @@ class Reconfiguration:
     def _can_move(self) -> bool:
         """Whether workers have all that pservers keep, so that these may change."""
         ranks = self._core.view.ranks
-        kept = [bucket.kept for bucket in self._core.buckets if bucket.kept is not None]
-        return not self._core.paused and all(each.oldest in (None, ranks) for each in kept)
+        journals = [bucket.journal for bucket in self._core.buckets if bucket.journal is not None]
+        return not self._core.paused and all(each.oldest in (None, ranks) for each in journals)
 
     def _agree_to_move(self, timeout_s: float) -> bool:
         """Whether the pservers may change now, for all workers."""
@@ -251,12 +251,12 @@ class Reconfiguration:
             if bucket.gone:
                 each = pb.BucketDecision(step=each.step, unrecoverable=True)
             bucket.gone = each.unrecoverable
-            if (kept := bucket.kept) is not None:
-                if kept.replay is None:  # ranks step apart: all go on with the number of the first
+            if (journal := bucket.journal) is not None:
+                if journal.replay is None:  # ranks step apart: all go on with the number of the first
                     bucket.replies = each.step
-                if kept.files is not None and each.folder and not each.unrecoverable:
-                    kept.files.read(each.folder, new.tables.load(kept.files.load(each.step, each.folder)))
-                for write in kept.resume(each, tuple(decision.ranks), bucket.pushes):
+                if journal.files is not None and each.folder and not each.unrecoverable:
+                    journal.files.read(each.folder, new.tables.load(journal.files.load(each.step, each.folder)))
+                for write in journal.resume(each, tuple(decision.ranks), bucket.pushes):
                     new.state.write(number, *write)
             bucket.begun = bucket.asked
 
@@ -264,7 +264,7 @@ class Reconfiguration:
         """The buckets of which pushes are given again, which wait from now on. Caller holds the core's lock."""
         core = self._core
         for bucket in core.buckets:
-            bucket.behind = (bucket.log is not None and not core.is_joining) or (bucket.gone and bool(bucket.pushes))
+            bucket.behind = (bucket.replay is not None and not core.is_joining) or (bucket.gone and bool(bucket.pushes))
         return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.behind)
 
     def _use(self, session: int) -> None:
@@ -300,9 +300,9 @@ class Reconfiguration:
                 return  # the next one gets all
             if bucket.pushes or bucket.asks:
                 core.check_there(number)
-            if (log := bucket.log) is not None and log.idle:
-                self._pushing.give(number, worker, log.next)
-            if log is not None and not (log.all_given and log.replies >= bucket.replies):
+            if (replay := bucket.replay) is not None and replay.idle:
+                self._pushing.give(number, worker, replay.next)
+            if replay is not None and not (replay.all_given and replay.replies >= bucket.replies):
                 return
             bucket.behind = False
             self._tables.give_asks(number, worker)
@@ -342,6 +342,6 @@ def _report(bucket: ElasticBucket, everybody: Sequence[int]) -> pb.BucketReport:
     """What this worker has of a bucket."""
     last = sorted(bucket.last.ranks)
     report = pb.BucketReport(step=bucket.replies, last=last if last != list(everybody) else ())
-    if bucket.kept is not None:
-        bucket.kept.report(report)
+    if bucket.journal is not None:
+        bucket.journal.report(report)
     return report

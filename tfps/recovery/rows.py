@@ -9,7 +9,7 @@ snapshot before, each its own rows, and then pushes. Nothing of the table's size
 
 Where ranks have replaced rows, a snapshot counts only if all ranks have done so as often (`assigned`).
 
-Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py.
+Tested in tests/worker/test_replay_of_rows.py and tests/elastic/test_lost_tables.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The `Tables` of an `ElasticExchange`: what has been asked is asked again; what is kept is in rows.py.
+"""The `Tables` of an `ElasticExchange`: a lookup without an answer is made again; the journals are in rows.py.
 
-Tested in tests/worker/test_kept_tables.py and tests/elastic/test_lost_tables.py.
+Tested in tests/worker/test_replay_of_rows.py and tests/elastic/test_lost_tables.py.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class ElasticTables:
         """
         answered: list[tuple[Push, Reply]] = []
         for number, bucket in enumerate(self._core.buckets):
-            if (kept := bucket.kept) is None or kept.files is None or kept.replay is not None:
+            if (journal := bucket.journal) is None or journal.files is None or journal.replay is not None:
                 continue
             with bucket.lock:
-                given = kept.dropped(bucket.pushes)
+                given = journal.dropped(bucket.pushes)
                 for push in given:
                     bucket.pushes.remove(push)
                 begun = [push.update.step + 1 for push in given if isinstance(push, RowsPush)]
@@ -134,12 +134,12 @@ class ElasticTables:
             own = later(request, bucket.ahead)
             if worker.joining.pending:
                 return what(worker.tables, own)  # the others have done it
-            found, kept, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks
-            if kept is not None and kept.files is not None:
-                saved = saved_by(worker, kept.files.save(own.step)) if core.rank == ranks[0] else None
+            found, journal, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks
+            if journal is not None and journal.files is not None:
+                saved = saved_by(worker, journal.files.save(own.step)) if core.rank == ranks[0] else None
                 with core.changed:
                     core.check_current(worker)
-                    kept.replaced(ranks, saved)
+                    journal.replaced(ranks, saved)
             return found
 
         return core.call(replace)

@@ -1,6 +1,6 @@
 """What a worker tells and asks its pservers beside its pushes: joining, declaring, what they keep, waits, captures.
 
-Tested in tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_kept.py,
+Tested in tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_updating.py,
 tests/worker/test_async.py, tests/worker/test_worker_starts.py and tests/runtime/test_interrupts.py.
 """
 

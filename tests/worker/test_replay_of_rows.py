@@ -119,7 +119,7 @@ class Training(moving.Job):
 
     def kept(self) -> list[int]:
         """How many steps of gradients each worker keeps."""
-        found = [worker.core.buckets[self.number].log for worker in self.workers]
+        found = [worker.core.buckets[self.number].replay for worker in self.workers]
         return [len(each._log) for each in found if each is not None]
 
 
@@ -236,7 +236,7 @@ def test_rows_that_only_some_have_replaced_end_the_job_by_name(
     job.train(4)
 
     def have_replaced(worker: ElasticExchange) -> bool:
-        kept = worker.core.buckets[TABLE].log
+        kept = worker.core.buckets[TABLE].replay
         return kept is not None and 4 in kept.snapshots and kept.snapshots[4].assigned == 1
 
     def lose(self: WorkerTables, *arguments: Argument) -> None:

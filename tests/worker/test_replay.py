@@ -89,7 +89,7 @@ class Training(moving.Job):
 
     def kept(self) -> list[int]:
         """How many pushes each worker keeps of the first bucket."""
-        found = [worker.core.buckets[MODEL[0]].log for worker in self.workers]
+        found = [worker.core.buckets[MODEL[0]].replay for worker in self.workers]
         return [len(each._log) for each in found if each is not None]
 
 
@@ -145,7 +145,7 @@ def test_a_push_that_comes_meanwhile_waits_for_those_before_it(
     job.train(1)
     slow, may = job.workers[1], hold_replay(monkeypatch, {1})
     job.lose(0)
-    others = [worker.core.buckets[number].log for worker in job.workers if worker is not slow for number in MODEL]
+    others = [worker.core.buckets[number].replay for worker in job.workers if worker is not slow for number in MODEL]
     poll(lambda: all(kept is not None and kept.given for kept in others))  # the last step, again
     step = job.begin_step()
     may.set()
