@@ -144,7 +144,7 @@ class Config:
         snapshot_steps: with `min_workers` and `update="server"`, after how many steps workers take a snapshot of what
             pservers keep, each of a part; they keep their gradients since then, and training survives the loss of
             pservers. None: it does not. Each step more costs the memory of a gradient (docs/faults.md). With "diloco"
-            and "local": after how many exchanges. With "async" workers keep no gradients, but the newest parameters,
+            and "local": after how many exchanges. With "async" workers keep no gradients, but the latest parameters,
             and a snapshot of slots alone.
         snapshot_folder: with `snapshot_steps`, for models with tables (docs/recommenders.md): where pservers write
             snapshots of these, a folder that all of them reach. Else a lost pserver ends such a job.

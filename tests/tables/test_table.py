@@ -321,7 +321,7 @@ def test_updates_between_chunks_lose_no_row_that_stays() -> None:
     assert stay <= set(found)
 
 
-def test_time_goes_on_from_the_newest_row_in_a_job_that_counts_from_a_lower_step() -> None:
+def test_time_goes_on_from_the_latest_row_in_a_job_that_counts_from_a_lower_step() -> None:
     spec = spec_of("adagrad", 3, expire_after=5)
     table, ids = Table(spec), int64([1])
     initial = table.lookup(ids)

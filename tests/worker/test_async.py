@@ -1,4 +1,4 @@
-"""Mode "async": each push is applied as it comes, and brings the newest parameters to its rank alone."""
+"""Mode "async": each push is applied as it comes, and brings the latest parameters to its rank alone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def begun(cluster: Cluster, workers: int, *specs: BucketSpec, config: Config = C
 
 
 @pytest.mark.parametrize("cluster", ["tcp", "grpc", "shared memory", "both"], indirect=True)
-def test_every_push_is_applied_as_it_comes_and_its_rank_gets_the_newest(cluster: Cluster) -> None:
+def test_every_push_is_applied_as_it_comes_and_its_rank_gets_the_latest(cluster: Cluster) -> None:
     ranks = begun(cluster, 3, sgd())
     w, m = START.copy(), np.zeros_like(START)
     for number in (0, 2, 2, 1, 0, 2, 1, 1, 1):

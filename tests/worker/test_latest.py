@@ -1,4 +1,4 @@
-"""Jobs of mode "async" outlive pservers: workers write the newest parameters, and snapshots of slots."""
+"""Jobs of mode "async" outlive pservers: workers write the latest parameters, and snapshots of slots."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Training(moving.Job):
 
 
 @pytest.mark.parametrize(("every", "update"), [(1, SGD), (100, SGD), (1, PLAIN)], ids=str)
-def test_training_goes_on_with_the_newest_that_each_worker_has(
+def test_training_goes_on_with_the_latest_that_each_worker_has(
     cluster: Cluster, every: int, update: UpdateSpec
 ) -> None:
     job = Training(cluster, every, update=update)

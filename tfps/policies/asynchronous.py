@@ -1,4 +1,4 @@
-"""Mode "async": pservers apply each gradient as it comes; workers get the newest parameters where they meet.
+"""Mode "async": pservers apply each gradient as it comes; workers get the latest parameters where they meet.
 
 An epoch ends where the data does, or with `steps_per_epoch` after so many steps per worker on average. All begin the
 next one together: what a rank reads or saves between two epochs is of one state.
@@ -32,10 +32,10 @@ from tfps.updates.variables import GatedVariable
 
 
 class Asynchronous(Independent):
-    """Pservers apply each gradient as it comes, and reply with the newest parameters; workers meet between epochs."""
+    """Pservers apply each gradient as it comes, and reply with the latest parameters; workers meet between epochs."""
 
     setting = "mode='async'"
-    gets_changes = False  # each rank gets the newest parameters, also a single one
+    gets_changes = False  # each rank gets the latest parameters, also a single one
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
         super().__init__(runtime, config)
@@ -60,7 +60,7 @@ class Asynchronous(Independent):
             )
 
     def end_epoch(self, model: Model) -> None:
-        """Brings the newest parameters to all workers, after the last step of an epoch of `fit`."""
+        """Brings the latest parameters to all workers, after the last step of an epoch of `fit`."""
         if not self._strategy.extended.hands_out:
             return
         self._strategy.synchronize()
@@ -159,11 +159,11 @@ class Asynchronous(Independent):
                 if (remote := variable.remote) is not None and remote.holder is not None:
                     held.setdefault(remote.holder, []).append((variable, remote))
             for bucket, variables in held.items():
-                newest = np.asarray(self._runtime.exchange_now(bucket, None).sum)
+                latest = np.asarray(self._runtime.exchange_now(bucket, None).sum)
                 for variable, remote in variables:
                     shape = variable.shape.as_list()
                     end = remote.begin + 4 * int(np.prod(shape, dtype=np.int64))
-                    value = newest[remote.begin : end].view(np.float32).reshape(shape)
+                    value = latest[remote.begin : end].view(np.float32).reshape(shape)
                     remote.synchronized = True
                     for component in variable._values:  # not as an assignment of the program: pservers have it
                         component.assign(value)

@@ -376,18 +376,18 @@ class OuterOptimizer(RemoteRule):
             self._latecomer.note_awaited(fragment, [number for number, _, _ in self._buckets[fragment]], step)
 
     def replied(self, bucket: int) -> None:
-        if self._latecomer is not None and (newest := self._latecomer.newest(bucket)) is not None:
+        if self._latecomer is not None and (latest := self._latecomer.latest(bucket)) is not None:
             spec, _ = self._held(bucket)
             if spec.codec is not None:  # a change comes, of what the others have
-                self._renew(bucket, newest, moves=False)
+                self._renew(bucket, latest, moves=False)
 
-    def _renew(self, bucket: int, newest: Floats, *, moves: bool) -> None:
+    def _renew(self, bucket: int, latest: Floats, *, moves: bool) -> None:
         """Assigns global parameters; `moves`: the worker's own ones keep their distance from them."""
         begin = 0
         for variable in self._held(bucket)[1]:
             shape = variable.shape.as_list()
             end = begin + int(np.prod(shape, dtype=np.int64))
-            value, begin = newest[begin:end].reshape(shape), end
+            value, begin = latest[begin:end].reshape(shape), end
             for own, shared in zip(variable._values, copy_of(variable)._values, strict=True):
                 if moves:
                     own.assign_add(value - shared.numpy())
@@ -427,8 +427,8 @@ class OuterOptimizer(RemoteRule):
                     self._run("mix", fragment, steps)
                 self._settled(fragment)
                 for bucket, _, _ in buckets:
-                    if (newest := latecomer.newest(bucket)) is not None:
-                        self._renew(bucket, newest, moves=True)
+                    if (latest := latecomer.latest(bucket)) is not None:
+                        self._renew(bucket, latest, moves=True)
             self._pushed_early.clear()
             for state in self._states:
                 state.assign([target, target])  # nothing of before is due any more

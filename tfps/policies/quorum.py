@@ -38,7 +38,7 @@ class Latecomer:
         self._asked: set[tuple[int, int]] = set()  # fragments and steps for which a timer runs
         self._meeting = False
         self._under_way: Counter[int] = Counter()  # replies that are to come, by bucket
-        self._newest: dict[int, Floats] = {}  # the parameters that the others have, by bucket
+        self._latest: dict[int, Floats] = {}  # the parameters that the others have, by bucket
         self._changes: frozenset[int] = frozenset()  # buckets whose replies are changes
         self.skipped = [0] * fragments  # exchanges of each
 
@@ -65,8 +65,8 @@ class Latecomer:
                 self.skipped[fragment] += 1
                 self._under_way.update(buckets)
                 for bucket, base in bases.items():
-                    if base is not None and bucket not in self._newest:
-                        self._newest[bucket], self._changes = base, self._changes | {bucket}
+                    if base is not None and bucket not in self._latest:
+                        self._latest[bucket], self._changes = base, self._changes | {bucket}
         except Exception as error:  # others may not wait forever
             self._exchange.fail(TfpsError(f"rank {self._exchange.rank} could not let others go on: {error!r}"))
 
@@ -76,17 +76,17 @@ class Latecomer:
                 values = np.asarray(reply.sum).view(np.float32)
                 if bucket in self._changes:
                     with flushed(), np.errstate(all="ignore"):
-                        self._newest[bucket] += values
+                        self._latest[bucket] += values
                 else:
-                    self._newest[bucket] = values
+                    self._latest[bucket] = values
             self._under_way[bucket] -= 1
             self._changed.notify_all()
 
-    def newest(self, bucket: int) -> Floats | None:
+    def latest(self, bucket: int) -> Floats | None:
         """The parameters that the others have and this worker has not; it has them from now on."""
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way[bucket])
-            return self._newest.pop(bucket, None)
+            return self._latest.pop(bucket, None)
 
     @property
     def busy(self) -> bool:

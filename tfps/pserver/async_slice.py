@@ -1,4 +1,4 @@
-"""Slices of mode "async": each push is applied as it comes, and its rank alone gets the newest parameters.
+"""Slices of mode "async": each push is applied as it comes, and its rank alone gets the latest parameters.
 
 A rank's first push, and each after its program has assigned values, waits until all ranks have pushed such a one.
 """

@@ -72,7 +72,7 @@ class ElasticBucket:
     saving: Worker | None = None  # that has pservers write a snapshot: pushes wait for it
     asks: list[Asked] = field(default_factory=list)  # that have not been answered
     behind: bool = False  # whether they wait until pushes have been given again
-    asked: int = -1  # the newest step that has asked for rows to train them,
+    asked: int = -1  # the latest step that has asked for rows to train them,
     begun: int = -1  # and when pservers changed last
     ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
 

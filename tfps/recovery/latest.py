@@ -1,6 +1,6 @@
 """What a worker keeps of a bucket that pservers update push by push, so that others can go on with it (mode "async").
 
-Ranks step apart, so there are no rounds to compute again. But each reply has the newest parameters: of these each
+Ranks step apart, so there are no rounds to compute again. But each reply has the latest parameters: of these each
 worker writes its part to the next pservers, as it got them last. Of slots it takes its part of a **snapshot** every
 `Config.snapshot_steps` of its steps. So what others have pushed since a worker's last reply is lost for that worker's
 part, and slots are up to so many steps old. The parts are of different moments, as slices are in this mode. A gradient
@@ -23,7 +23,7 @@ from tfps.recovery.journal import Journal, Push, Snapshot, Wanted, Write, part_o
 
 
 class Latest(Journal):
-    """The newest parameters of bucket `number` of `rank`, and a snapshot of its slots."""
+    """The latest parameters of bucket `number` of `rank`, and a snapshot of its slots."""
 
     def __init__(self, number: int, rank: int, spec: BucketSpec, update: UpdateSpec, every: int) -> None:
         self._number, self._rank, self._every = number, rank, every
@@ -73,7 +73,7 @@ class Latest(Journal):
         self._given += 1
 
     def answered(self, push: Push, reply: Reply) -> None:
-        """`push` has been answered, with the newest parameters."""
+        """`push` has been answered, with the latest parameters."""
         self._parameters = np.asarray(reply.sum).view(np.uint8)
         self._assigned += push.assigns
         self._reads += push.reads
@@ -85,7 +85,7 @@ class Latest(Journal):
         latest.ranks[:], latest.snapshot_assigned = self._snapshot.ranks, self._snapshot_assigned
 
     def resume(self, decision: pb.BucketDecision, ranks: tuple[int, ...], pushes: Collection[Push]) -> Sequence[Write]:
-        """If one rank has the newest parameters, it writes all: it has read them at a barrier, others have not yet."""
+        """If one rank has the latest parameters, it writes all: it has read them at a barrier, others have not yet."""
         if decision.unrecoverable:
             return ()
         for push in pushes:

@@ -280,7 +280,7 @@ class Recovery:
         self.next: int | None = None  # that is tried, from its Connected on
         self.behind: frozenset[int] = frozenset()
         self.closing = False  # it ends as soon as others do not need it
-        self._newest = 0  # session
+        self._latest = 0  # session
         self._decision: pb.Decision | None = None  # of the last rendezvous
         self._reason, self._began_s, self._said_s = "", 0.0, 0.0  # of this reconfiguration
 
@@ -342,8 +342,8 @@ class Recovery:
 
     def _connect(self, decision: pb.Decision | None) -> Sequence[Effect]:
         self.phase, self._decision = Phase.RESTORING, decision
-        self._newest += 1
-        return [Connect(self._newest, decision)]
+        self._latest += 1
+        return [Connect(self._latest, decision)]
 
     def _again(self, error: TfpsError, now_s: float) -> Sequence[Effect]:
         """Ends the session that was tried; makes another attempt, or ends."""

@@ -105,7 +105,7 @@ class RowsLatest(Journal):
     def begin(self, step: int) -> None:
         self._files.begin()
         self._given = 0  # pushes, since the last snapshot
-        self._save, self._saved = "", -1  # the folder, and the newest step in it
+        self._save, self._saved = "", -1  # the folder, and the latest step in it
         self._own = False  # whether this rank has had it written
         self._assigned = 0
 

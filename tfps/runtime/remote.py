@@ -51,7 +51,7 @@ class RemoteParameter:
         self.holder: int | None = None
         self.begin = 0  # its first byte there
         self.ahead = False  # whether the pservers there may have another value than the workers
-        self.synchronized = False  # whether all ranks have had its newest value since the last push; for mode "async"
+        self.synchronized = False  # whether all ranks have had its latest value since the last push; for mode "async"
         self.restored: Ahead | None = None  # from a checkpoint, for the next push
         self.slots: list[RemoteSlot] = []  # that optimizers have there for it
 

@@ -262,7 +262,7 @@ class Strategy(BaseStrategy):
     def synchronize(self) -> None:
         """Brings all workers to the same parameters where they do not step together (`Config.mode`; docs/modes.md).
 
-        In mode "async" these are the newest. In "diloco" and "local" it ends the round: workers exchange what they have
+        In mode "async" these are the latest. In "diloco" and "local" it ends the round: workers exchange what they have
         trained since the last exchange, and those that have made fewer steps than others make up for the exchanges
         that they have not come to. Every rank must call it. `fit` does so: "async" at the end of each epoch, the others
         at its end. A custom loop needs it where numbers of steps differ between workers, and at its end: before it

@@ -50,7 +50,7 @@ class _Shard:
     path: Path
     place: int
     count: int
-    step: int  # the newest when it was written
+    step: int  # the latest when it was written
     since: int | None  # None: full
     before: str  # the folder of the save before, seen from that of this one; empty: it is not known here
     spec: TableSpec
@@ -171,7 +171,7 @@ def read_table(table: Table, directories: str | Path | Sequence[str | Path], nam
             left out where those after them name them.
 
     Returns:
-        `"step"`, the newest of the last save, `"rows"`, how many are in the table now, `"nbytes"` that were read, and
+        `"step"`, the latest of the last save, `"rows"`, how many are in the table now, `"nbytes"` that were read, and
         `"slots"`: whether these were of the table's rule; else they begin anew.
 
     Raises:
@@ -381,12 +381,12 @@ def _check_saves(table: Table, saves: list[list[_Shard]]) -> None:
             if mine != theirs:
                 raise ConfigError(f"{field} of {table.label} must be that of {shard.path}, {theirs}, got {mine}")
     for before, shards in itertools.pairwise(saves):
-        newest = max(shard.step for shard in before)
+        latest = max(shard.step for shard in before)
         for shard in shards:
-            if shard.since is not None and shard.since > newest:
+            if shard.since is not None and shard.since > latest:
                 raise ConfigError(
                     f"{shard.path} has what has changed since step {shard.since}, but the save before it, "
-                    f"{before[0].path.parent}, ends at step {newest}: one between them is missing"
+                    f"{before[0].path.parent}, ends at step {latest}: one between them is missing"
                 )
 
 

@@ -52,8 +52,8 @@ class Chunk(NamedTuple):
 class Table:
     """Those rows of a table that `place` of `count` pservers owns.
 
-    Time passes by steps: the **newest** is the largest that an update has named (-1 before), also one of no rows. With
-    `expire_after=S` a row is there as long as the newest step is less than S steps after its last update; what is past
+    Time passes by steps: the **latest** is the largest that an update has named (-1 before), also one of no rows. With
+    `expire_after=S` a row is there as long as the latest step is less than S steps after its last update; what is past
     its time is no more read, and freed now and then.
 
     With `max_rows` rows go after the update that made too many, the least recently updated first, and among those of
@@ -78,7 +78,7 @@ class Table:
         self._gone = Gone()
         self._each = max(CHUNK // spec.dim, 1)  # rows that are worked on at a time
         self._made = self._evicted = self._expired = self._refused = 0
-        self._ahead = 0  # by so many steps the newest is ahead of the job's; see `follow`
+        self._ahead = 0  # by so many steps the latest is ahead of the job's; see `follow`
         self._begin()
 
     def _begin(self) -> None:
@@ -91,11 +91,11 @@ class Table:
 
     @property
     def step(self) -> int:
-        """The newest step, -1 before the first."""
+        """The latest step, -1 before the first."""
         return self._step
 
     def follow(self, step: int) -> None:
-        """What is `step` from now on comes after the newest: a job goes on with rows of one that was further."""
+        """What is `step` from now on comes after the latest: a job goes on with rows of one that was further."""
         self._ahead = max(self._step + 1 - step, 0)
 
     # What workers do
@@ -123,7 +123,7 @@ class Table:
         """Applies the rule of the spec to the rows of the ids in `parts`, in which they have no duplicates.
 
         The gradients [n, dim] of an id are added in the order of `parts` (one for each rank); what only one has is not
-        added to anything. A `step` below the newest counts as the newest.
+        added to anything. A `step` below the latest counts as the latest.
 
         Raises ProtocolError, and then nothing has changed: an id is out of range, owned by another pserver or repeated,
         or shapes, scalars or the step are wrong.
@@ -194,7 +194,7 @@ class Table:
     # Rows come
 
     def _find(self, ids: Ids, now: int) -> Positions:
-        """The positions of rows that are there when the newest step is `now`, -1 for others."""
+        """The positions of rows that are there when the latest step is `now`, -1 for others."""
         positions = self._stored.find(ids)
         if self.spec.expire_after is not None:
             latest = now - self.spec.expire_after + 1
@@ -297,7 +297,7 @@ class Table:
         Chunks are copies, so the lock may be given up between two. For all rows to be as of one step no update (nor
         `restore`, `remove`, `clear`) may come before the last chunk; pulls may. If updates do come, each row is as of
         its own chunk; rows made meanwhile may be left out, and also such as go and come again: their steps are newer
-        than the newest step at the first chunk, so chunks since that step have them.
+        than the latest step at the first chunk, so chunks since that step have them.
         """
         begin = 0
         while True:
@@ -328,7 +328,7 @@ class Table:
         return self._gone.since(since)
 
     def clear(self) -> None:
-        """Removes all rows and gives their memory back; the newest step is -1 again. Counts since the start remain."""
+        """Removes all rows and gives their memory back; the latest step is -1 again. Counts since the start remain."""
         if self._sketch is not None:
             self._sketch = Sketch(self.spec.admit_after)
         self._gone.begin(self._step + 1)
@@ -368,7 +368,7 @@ class Table:
 
     def assign(self, ids: Ids, rows: Floats) -> None:
         """Replaces the rows [n, dim] of `ids` (unique), which this place owns; slots stay, or begin where there is no
-        row. Counts as an update in the newest step. Raises ProtocolError as `update` does.
+        row. Counts as an update in the latest step. Raises ProtocolError as `update` does.
         """
         part = self._checked_part(ids, rows)
         self.sweep()  # what is past its time has no slots to keep
@@ -409,6 +409,6 @@ class Table:
         self.spec = dataclasses.replace(self.spec, seed=seed, initial=initial)
 
     def restored(self, step: int) -> None:
-        """A restore of what was saved in `step` is complete: it is the newest; what goes from now on is in `gone`."""
+        """A restore of what was saved in `step` is complete: it is the latest; what goes from now on is in `gone`."""
         self._step = max(self._step, step)
         self._gone.begin(step)
