@@ -111,8 +111,8 @@ class Worker:
     view: list[int] = field(default_factory=list)  # as it has been told
     used: int | None = 0  # the session that takes its pushes
     push: Push | None = None  # under way
-    behind: bool = False
-    gone: bool = False  # nobody has what pservers kept
+    needs_replay: bool = False
+    unrecoverable: bool = False  # nobody has what pservers kept
     results: list[Result] = field(default_factory=list)
     waits: tuple[str, Argument] | None = None  # "meet" with its report, or "write" with its decision
     dead: bool = False
@@ -146,13 +146,13 @@ class World:
 
     def begin_push(self, rank: int) -> None:
         worker = self.workers[rank]
-        if worker.gone:
+        if worker.unrecoverable:
             self.tell(worker, machine.Broken(WorkerLostError(machine.lacks("it"))))
             return
         worker.push = Push(b"%d %d" % (rank, len(worker.results)), ignored)
         if worker.journal is not None:
             worker.journal.add(worker.push)
-        if worker.used is not None and not worker.behind:
+        if worker.used is not None and not worker.needs_replay:
             self.give(worker, worker.push)
 
     def give(self, worker: Worker, push: Push) -> None:
@@ -187,7 +187,7 @@ class World:
             assert step == len(worker.results), "rounds come in order"
             worker.results.append((summed, ranks))
             worker.push = None
-        if worker.behind:
+        if worker.needs_replay:
             self.tell(worker, machine.Answered(worker.recovery.session, 0, ranks, again))
 
     def do(self, rank: int) -> None:
@@ -206,7 +206,7 @@ class World:
                 assert decision is not None
                 session = self.session_of(worker, number)
                 (bucket,) = decision.buckets
-                worker.gone = worker.gone or bucket.unrecoverable
+                worker.unrecoverable = worker.unrecoverable or bucket.unrecoverable
                 if worker.journal is not None:
                     for write in worker.journal.resume(bucket, tuple(decision.ranks), ()):
                         values = list(map(str, np.asarray(write.values)))
@@ -218,7 +218,7 @@ class World:
             case machine.Use(number):
                 worker.used = worker.sessions[number]
                 worker.view = list(self.sessions[worker.used].expects)
-                if worker.push is not None and not worker.behind:
+                if worker.push is not None and not worker.needs_replay:
                     self.give(worker, worker.push)
             case machine.Give(number):
                 self.give_again(worker, number)
@@ -245,13 +245,13 @@ class World:
     def give_again(self, worker: Worker, number: int) -> None:
         if (log := worker.journal) is None or worker.used != worker.sessions[number]:
             return
-        if worker.gone and worker.push is not None:
+        if worker.unrecoverable and worker.push is not None:
             self.tell(worker, machine.Broken(WorkerLostError(machine.lacks("it"))))
             return
         if log.idle:
             self.give(worker, log.next)
         if log.all_given and log.replies >= len(worker.results):
-            worker.behind = False
+            worker.needs_replay = False
             self.tell(worker, machine.CaughtUp(number, 0))
 
     def report(self, worker: Worker, generation: int) -> pb.Report:
@@ -308,8 +308,8 @@ class World:
             assert session.result is not None
             worker.results.append(session.result)
             worker.push = None
-        worker.behind = worker.journal is not None
-        self.tell(worker, machine.Restored(number, frozenset({0} if worker.behind else ())))
+        worker.needs_replay = worker.journal is not None
+        self.tell(worker, machine.Restored(number, frozenset({0} if worker.needs_replay else ())))
 
     def meet(self, side: int, waited: bool) -> bool:
         """Whether those who wait on this side can go on."""

@@ -14,7 +14,7 @@ import pytest
 
 from tests.tables.table_model import dump, int64, scalars_of, spec_of
 from tfps.errors import ConfigError
-from tfps.tables import files, gone
+from tfps.tables import files, tombstones
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Table
 
@@ -125,7 +125,7 @@ def test_a_shard_is_full_where_too_many_rows_have_gone(tmp_path: Path, monkeypat
     for table in tables:
         files.write_shard(table, tmp_path / "1", "user", since=None)
     for table, most in zip(tables, (1000, 3), strict=True):
-        monkeypatch.setattr(gone, "LEAST_KEPT", most)
+        monkeypatch.setattr(tombstones, "LEAST_KEPT", most)
         updated(spec, range(90, 120), 2, table.place, 2, table)
     written = [files.write_shard(table, tmp_path / "2", "user", since=0) for table in tables]
     assert [found["since"] for found in written] == [0, None]

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.tables.table_model import EXTREMES, int64
 from tfps.tables import index, sketch
-from tfps.tables.gone import LEAST_KEPT, Gone
 from tfps.tables.index import Index
 from tfps.tables.merging import Part, merged
 from tfps.tables.region import Region
 from tfps.tables.sketch import Sketch
+from tfps.tables.tombstones import LEAST_KEPT, Tombstones
 
 POOL = [*EXTREMES, *range(50)]
 
@@ -81,25 +81,25 @@ def test_a_sketch_that_has_counted_much_still_tells_rare_from_frequent(monkeypat
 
 
 def test_what_has_gone_is_known_since_a_step_or_it_is_said_that_it_is_not() -> None:
-    gone = Gone()
+    tombstones = Tombstones()
 
     def since(step: int) -> list[int] | None:
-        found = gone.since(step)
+        found = tombstones.since(step)
         return None if found is None else found.tolist()
 
-    gone.add(3, int64([7, 5]), 0)
-    gone.add(5, int64([5]), 0)
+    tombstones.add(3, int64([7, 5]), 0)
+    tombstones.add(5, int64([5]), 0)
     assert [since(step) for step in (-1, 3, 4, 6)] == [[5, 7], [5, 7], [5], []]
-    gone.add(6, np.arange(LEAST_KEPT - 1), 0)
+    tombstones.add(6, np.arange(LEAST_KEPT - 1), 0)
     assert since(3) is None
     assert since(4) == list(range(LEAST_KEPT - 1))
-    gone.add(7, np.arange(LEAST_KEPT), 4 * LEAST_KEPT * 2)  # many rows: more is kept
+    tombstones.add(7, np.arange(LEAST_KEPT), 4 * LEAST_KEPT * 2)  # many rows: more is kept
     assert since(6) == list(range(LEAST_KEPT))
-    gone.add(8, np.arange(LEAST_KEPT + 1), 0)
+    tombstones.add(8, np.arange(LEAST_KEPT + 1), 0)
     assert since(8) is None
     assert since(9) == []
-    assert gone.nbytes == 0
-    gone.begin(20)
+    assert tombstones.nbytes == 0
+    tombstones.begin(20)
     assert since(19) is None
     assert since(20) == []
 

@@ -67,11 +67,11 @@ class ElasticBucket:
     pushes: deque[Push] = field(default_factory=deque)  # that have not been answered
     replies: int = 0
     last: Reply = field(default_factory=Reply)
-    gone: bool = False  # whether nobody has what pservers kept
+    unrecoverable: bool = False  # nobody has what pservers kept
     # Of a table:
     saving: Worker | None = None  # that has pservers write a snapshot: pushes wait for it
     asks: list[Asked] = field(default_factory=list)  # that have not been answered
-    behind: bool = False  # whether they wait until pushes have been given again
+    needs_replay: bool = False  # lookups wait until pushes have been given again
     asked: int = -1  # the latest step that has asked for rows to train them,
     begun: int = -1  # and when pservers changed last
     ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
@@ -213,7 +213,7 @@ class Core:
 
     def check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""
-        if self.buckets[number].gone:
+        if self.buckets[number].unrecoverable:
             raise WorkerLostError(
                 f"{self.missing(number)}: in the last steps before workers were lost or joined, or all had assigned "
                 "values"

@@ -73,10 +73,10 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A session has all that pservers keep, but pushes of the buckets `behind`, which are given again."""
+    """A session has all that pservers keep, but pushes of the buckets `to_replay`."""
 
     session: int
-    behind: frozenset[int] = frozenset()
+    to_replay: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A push of a bucket that is behind has been answered; pushes of `ranks` are in it."""
+    """A push of a bucket that needs replay has been answered; pushes of `ranks` are in it."""
 
     session: int
     bucket: int
@@ -195,14 +195,14 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """All that is pushed or asked for goes to this session, but for buckets that are behind."""
+    """All that is pushed or asked for goes to this session, but for buckets that need replay."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Give the next push of a bucket that is behind, if none is under way: `Answered` or `CaughtUp` follows."""
+    """Give the next push of a bucket that needs replay, if none is under way: `Answered` or `CaughtUp` follows."""
 
     session: int
     bucket: int
@@ -269,7 +269,7 @@ class Recovery:
     """The machine of one worker; `limit_s`: how long a reconfiguration may take. Not for several threads at once.
 
     Invariants: `session` is what counts, and changes at `Restored` only; `next` is a session that is tried, of which
-    there is never more than one; `behind` is empty but in REPLAYING; ENDED is never left.
+    there is never more than one; `to_replay` is empty but in REPLAYING; ENDED is never left.
     """
 
     def __init__(self, limit_s: float, *, joining: bool = False) -> None:
@@ -278,7 +278,7 @@ class Recovery:
         self.phase = Phase.RUNNING
         self.session = 0
         self.next: int | None = None  # that is tried, from its Connected on
-        self.behind: frozenset[int] = frozenset()
+        self.to_replay: frozenset[int] = frozenset()
         self.closing = False  # it ends as soon as others do not need it
         self._latest = 0  # session
         self._decision: pb.Decision | None = None  # of the last rendezvous
@@ -301,14 +301,14 @@ class Recovery:
             case Connected(session) if self.phase is Phase.RESTORING:
                 self.next = session
                 return [Write(session, self._decision)]
-            case Restored(session, behind) if session == self.next:
-                return self._go_on(session, behind)
+            case Restored(session, to_replay) if session == self.next:
+                return self._go_on(session, to_replay)
             case Missed(error, now_s) if self.phase.reconfigures:
                 return self._again(error, now_s)
-            case Answered(session, bucket) if session == self.session and bucket in self.behind:
+            case Answered(session, bucket) if session == self.session and bucket in self.to_replay:
                 return self._answered(event)
             case CaughtUp(session, bucket) if session == self.session:
-                self.behind -= {bucket}
+                self.to_replay -= {bucket}
                 self._run_if_all_caught_up()
             case Offered(address):
                 return [Settle(address)]
@@ -330,7 +330,7 @@ class Recovery:
     def _reconfigure(self, event: Failed) -> Sequence[Effect]:
         if not event.recoverable:
             return self._end(event.error)
-        self.behind, self._decision = frozenset(), None
+        self.to_replay, self._decision = frozenset(), None
         self._reason, self._began_s, self._said_s = str(event.error), event.now_s, event.now_s
         return [Leave(event.session, self._reason), *self._attempt()]
 
@@ -364,13 +364,13 @@ class Recovery:
             self._said_s = now_s
         return [*effects, Wait(error, waited_s, says), *self._attempt()]
 
-    def _go_on(self, session: int, behind: frozenset[int]) -> Sequence[Effect]:
-        self.session, self.next, self.behind, self.phase = session, None, behind, Phase.REPLAYING
+    def _go_on(self, session: int, to_replay: frozenset[int]) -> Sequence[Effect]:
+        self.session, self.next, self.to_replay, self.phase = session, None, to_replay, Phase.REPLAYING
         self._run_if_all_caught_up()
-        return [Use(session), *(Give(session, bucket) for bucket in sorted(behind)), Reply(session)]
+        return [Use(session), *(Give(session, bucket) for bucket in sorted(to_replay)), Reply(session)]
 
     def _run_if_all_caught_up(self) -> None:
-        if self.phase is Phase.REPLAYING and not self.behind:
+        if self.phase is Phase.REPLAYING and not self.to_replay:
             self.phase = Phase.ENDED if self.closing else Phase.RUNNING
 
     def _answered(self, event: Answered) -> Sequence[Effect]:

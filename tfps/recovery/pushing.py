@@ -36,7 +36,7 @@ class Pushing:
                 bucket.pushes.append(push)
                 if (journal := core.journal(bucket)) is not None:
                     journal.add(push)
-                    if bucket.behind:
+                    if bucket.needs_replay:
                         return
                 if bucket.worker is not None:
                     try:
@@ -81,7 +81,7 @@ class Pushing:
             again = push not in bucket.pushes  # it has been answered before
             if (journal := core.journal(bucket)) is not None and reply.error is None:
                 journal.answered(push, reply)
-                if bucket.behind:
+                if bucket.needs_replay:
                     name = core.worker.pushes.specs()[number].name
                     core.to_do.put(Answered(core.recovery.session, number, tuple(sorted(reply.ranks)), again, name))
             if again:
@@ -109,7 +109,9 @@ class Pushing:
                         journal.wrote(ranks, saved)
                         bucket.saving = None
                         # Those that are to be given again follow one by one (`Reconfiguration._give`).
-                        for each in [push] if bucket.behind else [each for each in bucket.pushes if not each.given]:
+                        for each in (
+                            [push] if bucket.needs_replay else [each for each in bucket.pushes if not each.given]
+                        ):
                             self.give(number, worker, each)
             except TfpsError as error:
                 if not (isinstance(error, LATER) and core.is_lost(worker)):  # else all is given again

@@ -189,7 +189,7 @@ class Reconfiguration:
                 new.declare(specs, details)
             new.joining.tries_out, self._answered = self._joining.tries_out, []
         with core.changed:
-            core.deliver(machine.Restored(session, self._behind()))
+            core.deliver(machine.Restored(session, self._to_replay()))
             if core.worker is new:
                 self._declarations.count = new.client.declarations
                 core.ended.difference_update(new.view.ranks)
@@ -248,9 +248,9 @@ class Reconfiguration:
         """Gives `new`, which goes on as all have decided, this rank's part of what pservers keep."""
         for number, bucket in enumerate(self._core.buckets):  # others declare again those that not all have
             each = decision.buckets[number] if number < len(decision.buckets) else pb.BucketDecision()
-            if bucket.gone:
+            if bucket.unrecoverable:
                 each = pb.BucketDecision(step=each.step, unrecoverable=True)
-            bucket.gone = each.unrecoverable
+            bucket.unrecoverable = each.unrecoverable
             if (journal := bucket.journal) is not None:
                 if journal.replay is None:  # ranks step apart: all go on with the number of the first
                     bucket.replies = each.step
@@ -260,12 +260,14 @@ class Reconfiguration:
                     new.state.write(number, *write)
             bucket.begun = bucket.asked
 
-    def _behind(self) -> frozenset[int]:
+    def _to_replay(self) -> frozenset[int]:
         """The buckets of which pushes are given again, which wait from now on. Caller holds the core's lock."""
         core = self._core
         for bucket in core.buckets:
-            bucket.behind = (bucket.replay is not None and not core.is_joining) or (bucket.gone and bool(bucket.pushes))
-        return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.behind)
+            bucket.needs_replay = (bucket.replay is not None and not core.is_joining) or (
+                bucket.unrecoverable and bool(bucket.pushes)
+            )
+        return frozenset(number for number, bucket in enumerate(core.buckets) if bucket.needs_replay)
 
     def _use(self, session: int) -> None:
         core, new = self._core, self._core.sessions[session]
@@ -275,7 +277,7 @@ class Reconfiguration:
                 if core.recovery.session != session or core.phase.reconfigures:
                     return  # it has failed already: the next one gets all
                 bucket.worker = new
-                if not bucket.behind:
+                if not bucket.needs_replay:
                     try:
                         for push in list(bucket.pushes):
                             self._pushing.give(number, new, push)
@@ -304,7 +306,7 @@ class Reconfiguration:
                 self._pushing.give(number, worker, replay.next)
             if replay is not None and not (replay.all_given and replay.replies >= bucket.replies):
                 return
-            bucket.behind = False
+            bucket.needs_replay = False
             self._tables.give_asks(number, worker)
         core.deliver(machine.CaughtUp(session, number))
 

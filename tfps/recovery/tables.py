@@ -37,7 +37,7 @@ class ElasticTables:
             if (end := self._core.failures.end) is None:
                 self._core.check_there(request.table)
                 bucket.asks.append(asked)
-                if bucket.worker is not None and not bucket.behind:
+                if bucket.worker is not None and not bucket.needs_replay:
                     self._give(bucket.worker, asked)
         if end is not None:
             on_reply(Reply(error=end))
@@ -71,7 +71,7 @@ class ElasticTables:
         bucket = declared(self._core.buckets, request.table)
         with bucket.lock:
             worker = bucket.worker
-            if worker is None or bucket.behind:
+            if worker is None or bucket.needs_replay:
                 return None
             wait = worker.tables.prefetch(later(request, bucket.ahead))
         return None if wait is None else functools.partial(self._wait, worker, request, wait)

@@ -15,13 +15,13 @@ from tfps.exchange.requests import Ids
 from tfps.exchange.rules import CHUNK, Floats
 from tfps.exchange.update_spec import StepScalars
 from tfps.tables import hashing
-from tfps.tables.gone import Gone
 from tfps.tables.index import MOST_POSITIONS, PIECE, Positions
 from tfps.tables.initial import Initial
 from tfps.tables.merging import One, Part, Several, first_repeated, merged
 from tfps.tables.sketch import Sketch
 from tfps.tables.spec import MOST_STEP, TableSpec
 from tfps.tables.storage import Fixed, Growing
+from tfps.tables.tombstones import Tombstones
 from tfps.types import Array
 
 Steps = NDArray[np.int32]
@@ -75,7 +75,7 @@ class Table:
         self._slots = [name for name, _ in spec.update.slots]
         self._limit = None if spec.max_rows is None else -(-spec.max_rows // count)
         self._sketch = Sketch(spec.admit_after) if spec.admit_after > 1 else None
-        self._gone = Gone()
+        self._tombstones = Tombstones()
         self._each = max(CHUNK // spec.dim, 1)  # rows that are worked on at a time
         self._made = self._evicted = self._expired = self._refused = 0
         self._ahead = 0  # by so many steps the latest is ahead of the job's; see `follow`
@@ -152,7 +152,7 @@ class Table:
 
     def stats(self) -> TableStats:
         """See there."""
-        used = self._stored.nbytes + self._gone.nbytes + (self._sketch.nbytes if self._sketch else 0)
+        used = self._stored.nbytes + self._tombstones.nbytes + (self._sketch.nbytes if self._sketch else 0)
         return TableStats(self._stored.rows, used, self._made, self._evicted, self._expired, self._refused)
 
     def _checked(self, ids: Ids) -> Ids:
@@ -283,7 +283,7 @@ class Table:
 
     def _remove(self, positions: Positions, step: int) -> None:
         if positions.size:
-            self._gone.add(step, self._stored.ids_at(positions), self._stored.rows - positions.size)
+            self._tombstones.add(step, self._stored.ids_at(positions), self._stored.rows - positions.size)
             self._stored.remove(positions)
 
     # Rows are saved and restored
@@ -325,13 +325,13 @@ class Table:
         None: that is no more known, as too many have gone since, or rows have been restored or slots changed since.
         """
         self.sweep()
-        return self._gone.since(since)
+        return self._tombstones.since(since)
 
     def clear(self) -> None:
         """Removes all rows and gives their memory back; the latest step is -1 again. Counts since the start remain."""
         if self._sketch is not None:
             self._sketch = Sketch(self.spec.admit_after)
-        self._gone.begin(self._step + 1)
+        self._tombstones.begin(self._step + 1)
         self._begin()
 
     def restore(self, chunk: Chunk) -> None:
@@ -364,7 +364,7 @@ class Table:
             self._stored.write(positions, [array[begin + own] for array in chunk.arrays])
             self._stored.stamps.array[positions] = steps[begin + own] + 1
             self._step = max(self._step, int(steps[begin + own].max()))
-            self._gone.begin(self._step + 1)  # what their owner has removed before is not known here
+            self._tombstones.begin(self._step + 1)  # what their owner has removed before is not known here
 
     def assign(self, ids: Ids, rows: Floats) -> None:
         """Replaces the rows [n, dim] of `ids` (unique), which this place owns; slots stay, or begin where there is no
@@ -389,7 +389,7 @@ class Table:
         if changed != spec:
             raise ConfigError(f"{self.label} can only change its update, {self.spec.text()}, got {spec.text()}")
         self.spec, self._slots = spec, [name for name, _ in spec.update.slots]
-        self._gone.begin(self._step + 1)  # slots of all rows have changed, so the next save is a full one
+        self._tombstones.begin(self._step + 1)  # slots of all rows have changed, so the next save is a full one
         self._stored.renew_slots([value for _, value in spec.update.slots])
 
     def remove(self, ids: Ids) -> None:
@@ -397,7 +397,7 @@ class Table:
         for begin in range(0, ids.size, PIECE):
             positions = self._stored.find(ids[begin : begin + PIECE])
             self._stored.remove(positions[positions >= 0])
-        self._gone.begin(self._step + 1)
+        self._tombstones.begin(self._step + 1)
 
     def remove_owned(self, place: int, count: int) -> None:
         """Likewise all rows that `place` of `count` pservers would own."""
@@ -411,4 +411,4 @@ class Table:
     def restored(self, step: int) -> None:
         """A restore of what was saved in `step` is complete: it is the latest; what goes from now on is in `gone`."""
         self._step = max(self._step, step)
-        self._gone.begin(step)
+        self._tombstones.begin(step)

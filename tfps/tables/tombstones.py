@@ -11,7 +11,7 @@ from tfps.exchange.requests import Ids
 LEAST_KEPT, SHARE_KEPT = 2**16, 4  # ids that are kept: so many, or one for so many rows
 
 
-class Gone:
+class Tombstones:
     """The ids whose rows have gone, with the step. Older ones are forgotten if there are too many."""
 
     def __init__(self) -> None:
