@@ -77,13 +77,13 @@ def test_ratios_are_those_of_the_same_round() -> None:
     assert table.text().splitlines()[-1].split() == list(table.rows[1])
 
 
-def test_what_foresight_hides_is_the_wait_that_is_gone() -> None:
+def test_what_prefetching_hides_is_the_wait_that_is_gone() -> None:
     nbytes = {"dim": 16, "sleep_s": 0.0, "received_bytes": 1e6, "sent_bytes": 1e6, "asked": 100.0, "early": 60.0}
     runs = of_kind("network", "on", 0.1, **nbytes) + of_kind("network", "off", 0.2, **{**nbytes, "wait_s": 0.04})
     found = summary.headline(runs)
     assert found["network_16_hidden_share"] == 0.75
     assert found["network_16_early_share"] == 0.6
-    assert found["network_16_step_ratio_to_no_foresight"] == 0.5
+    assert found["network_16_step_ratio_to_no_prefetch"] == 0.5
 
 
 def test_what_is_left_out_is_named_with_the_reason() -> None:

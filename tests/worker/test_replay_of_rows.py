@@ -41,7 +41,7 @@ class Training(moving.Job):
         super().__init__(cluster, pservers=pservers, config=config)
         self.table, self.number, self.steps = Table(spec), TABLE, 0
         self.declare([declared("user", spec)])
-        self.foreseen: list[tuple[Array, Wait | None]] = []
+        self.prefetched: list[tuple[Array, Wait | None]] = []
 
     def draw(self, count: int | None = None) -> Array:
         size = int(self.random.integers(0, 30)) if count is None else count
@@ -52,25 +52,25 @@ class Training(moving.Job):
         worker.tables.lookup(Lookup(self.number, step, ids, **options), pending)
         return pending
 
-    def foresee(self) -> None:
+    def prefetch(self) -> None:
         """All ask for the rows of the next step."""
         ids = [self.draw() for _ in self.workers]
         asked = [
             (worker, Lookup(self.number, self.steps + 1, each, trains=True))
             for worker, each in zip(self.workers, ids, strict=True)
         ]
-        self.foreseen = [(each.ids, worker.tables.prefetch(each)) for worker, each in asked]
+        self.prefetched = [(each.ids, worker.tables.prefetch(each)) for worker, each in asked]
 
     def look_up(self) -> list[Array]:
         """All read rows as they should be; returns their ids."""
-        if not self.foreseen:
-            self.foreseen = [(self.draw(), None) for _ in self.workers]
-        found, self.foreseen = self.foreseen, []
-        for worker, (ids, foreseen) in zip(self.workers, found, strict=True):
-            if foreseen is None:
+        if not self.prefetched:
+            self.prefetched = [(self.draw(), None) for _ in self.workers]
+        found, self.prefetched = self.prefetched, []
+        for worker, (ids, wait) in zip(self.workers, found, strict=True):
+            if wait is None:
                 pending = self.ask(worker, ids, self.steps, trains=True, complete=True)
             else:
-                foreseen(pending := Pending())
+                wait(pending := Pending())
                 self.ask(worker, ids[:0], self.steps, trains=True, complete=True)
             self.check_rows(pending, ids)
         return [ids for ids, _ in found]
@@ -99,11 +99,11 @@ class Training(moving.Job):
         self.table.update(parts, SCALARS, self.steps)
         self.steps += 1
 
-    def train(self, steps: int, *, ahead: bool = False) -> None:
+    def train(self, steps: int, *, prefetch: bool = False) -> None:
         for _ in range(steps):
-            begun = self.begin_step(2 if ahead else 3)
-            if ahead:
-                self.foresee()
+            begun = self.begin_step(2 if prefetch else 3)
+            if prefetch:
+                self.prefetch()
             self.end_step(begun)
 
     def put(self, ids: Array, rows: Array, identity: str) -> None:
@@ -132,7 +132,7 @@ def test_training_goes_on_where_it_was(cluster: Cluster, tmp_path: Path, every: 
     job.train(2)
     job.servers[0] = cluster.pserver(3)
     job.lose_to(1, 0)
-    job.train(2 * every + 1, ahead=True)
+    job.train(2 * every + 1, prefetch=True)
     job.check_all()
 
 
@@ -141,10 +141,10 @@ def test_a_step_in_flight_is_done_once(cluster: Cluster, tmp_path: Path, added: 
     job = Training(cluster, config(tmp_path))
     job.train(4)
     step = job.begin_step(added)
-    job.foresee()  # waits for that step, or is answered by pservers that are lost then
+    job.prefetch()  # waits for that step, or is answered by pservers that are lost then
     job.lose(1)
     job.end_step(step)
-    job.train(4, ahead=True)
+    job.train(4, prefetch=True)
     job.check_all()
 
 
@@ -224,7 +224,7 @@ def test_workers_that_are_left_go_on_and_so_does_who_joined(cluster: Cluster, tm
     job.train(2)
     job.lose(0)
     job.check_all()
-    job.train(2, ahead=True)
+    job.train(2, prefetch=True)
     job.check_all()
 
 

@@ -30,8 +30,8 @@ from tfps.exchange.interface import BucketSpec, OnReply, Reply, Tables, Wait
 from tfps.exchange.requests import Assign, Ids, Load, Lookup, RowUpdate, Save, SavedRows
 from tfps.exchange.update_spec import StepScalars
 from tfps.graph import ops as graph_ops
-from tfps.graph.foresight import computed_ahead, given_inputs, tensors_of
 from tfps.graph.ops import HOST, answer
+from tfps.graph.prefetch import batch_function, given_inputs, tensors_of
 from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
 from tfps.runtime.runtime import Runtime, indivisible
 from tfps.runtime.transfers import UNDECLARED, Pull, Pushed, Transfer
@@ -199,26 +199,26 @@ class HostTable:
         found: list[_Lookup] = _kept_on(graph, f"_tfps_lookups_{self.number}", list)
         return found
 
-    # Ahead of a step
+    # Prefetching
 
     def prefetch(self, batches: Sequence[Structure]) -> None:
-        """Asks for the rows of a batch that has just been staged, given its part for each local replica.
+        """Prefetches the rows of a batch that has just been staged, given its part for each local replica.
 
         It is of the graph that was traced last to train the table, or nothing comes of it.
         """
         graph = None if self._trains is None else self._trains()
         if graph is None or self.runtime.alone:
             return
-        computed = _kept_on(graph, f"_tfps_ahead_{self.number}", lambda: self._computed_ahead(graph))
+        computed = _kept_on(graph, f"_tfps_prefetch_{self.number}", lambda: self._batch_functions(graph))
         found: list[Ids] = []
         try:
-            for replica, ahead, dtypes in computed:
+            for replica, of_batch, dtypes in computed:
                 flat = tensors_of(batches[replica])
                 if [each.dtype for each in flat] != dtypes:
                     return
-                found += [each.numpy() for each in ahead(*flat)]
+                found += [each.numpy() for each in of_batch(*flat)]
         except Exception as error:  # the step will ask, and raise what is wrong with its ids
-            logger.debug("tfps: rows of %s are not asked for ahead: %r", self.name, error)
+            logger.debug("tfps: rows of %s are not prefetched: %r", self.name, error)
             return
         rows = None if self.spec is None else self.spec.rows
         if rows is not None and any(len(each) and not 0 <= each.min() <= each.max() < rows for each in found):
@@ -226,17 +226,17 @@ class HostTable:
         if found:
             self.prefetcher.staged(found)
 
-    def _computed_ahead(self, graph: tf.Graph) -> list[tuple[int, Function, list[tf.DType]]]:
+    def _batch_functions(self, graph: tf.Graph) -> list[tuple[int, Function, list[tf.DType]]]:
         """Per replica what computes its ids from its batch, and the dtypes of that; empty if something else does."""
         lookups, made = self._lookups_in(graph), []
         for replica in range(self.replicas):
             own = [each for each in lookups if each.replica == replica]
             traces, inputs = {each.trace for each in own}, own[0].inputs if own else []
             # Not several steps in one graph, of which it is not known which batch is whose.
-            ahead = computed_ahead(inputs, [each.ids for each in own]) if len(traces) == 1 and inputs else None
-            if ahead is None:
+            of_batch = batch_function(inputs, [each.ids for each in own]) if len(traces) == 1 and inputs else None
+            if of_batch is None:
                 return []
-            made.append((replica, ahead, [each.dtype for each in inputs]))
+            made.append((replica, of_batch, [each.dtype for each in inputs]))
         return made
 
     def _prefetch(self, ids: Ids, step: int) -> Wait | None:
@@ -367,9 +367,9 @@ class _Lookups(Pull):
             raise
 
     def _look_up(self, request: Lookup, finish: OnReply) -> None:
-        runtime, tables, ahead = self._table.runtime, self._table._tables, self._table.prefetcher
+        runtime, tables, prefetcher = self._table.runtime, self._table._tables, self._table.prefetcher
         ids, step, complete = request.ids, request.step, request.complete
-        wait = ahead.take(ids, step) if request.trains else None
+        wait = prefetcher.take(ids, step) if request.trains else None
         if wait is None:
             self._missed = ids if request.trains else self._missed
             runtime.request(self.spec, functools.partial(tables.lookup, request), finish)
@@ -380,7 +380,7 @@ class _Lookups(Pull):
                 runtime.request(self.spec, functools.partial(tables.lookup, told), lambda reply: None)
         if complete:
             missed, self._missed = self._missed, None
-            ahead.began(step, missed)
+            prefetcher.began(step, missed)
 
     def _counted(self, step: int, number: int, run: int) -> tuple[bool, bool]:
         """Whether gradients of this lookup may follow in its run, and whether it is the last of all replicas."""

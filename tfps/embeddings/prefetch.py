@@ -22,7 +22,7 @@ _MOST_BATCHES = 8  # that are staged; older ones are of other loops
 
 
 class Prefetcher:
-    """The batches of one table that have been staged, and what was asked for ahead. Any thread.
+    """The batches of one table that have been staged, and what was prefetched of them. Any thread.
 
     `prefetch` asks for rows of a step; None: it does not.
     """
@@ -31,7 +31,7 @@ class Prefetcher:
         self._prefetch = prefetch
         self._lock = threading.Lock()  # guards all below
         self._batches: deque[Sequence[Ids]] = deque(maxlen=_MOST_BATCHES)  # by lookup
-        self._asked: list[tuple[Ids, Wait]] = []
+        self._prefetched: list[tuple[Ids, Wait]] = []
         self._step: int | None = None  # for which that was
         self._waits: int | None = None  # a step whose batch has not been staged yet
 
@@ -42,21 +42,21 @@ class Prefetcher:
             if step is None:
                 self._batches.append(batch)
             else:
-                self._ask(batch, step)
+                self._request(batch, step)
 
     def take(self, ids: Ids, step: int) -> Wait | None:
-        """What was asked for ahead for a lookup of `step`, once; None if it was not."""
+        """What was prefetched for a lookup of `step`, once; None if it was not."""
         with self._lock:
-            for place, (own, request) in enumerate(self._asked if step == self._step else ()):
+            for place, (own, request) in enumerate(self._prefetched if step == self._step else ()):
                 if np.array_equal(own, ids):
-                    del self._asked[place]
+                    del self._prefetched[place]
                     return request
         return None
 
     def began(self, step: int, ids: Ids | None) -> None:
         """All lookups of `step` have come, among them one of `ids` that had not been prefetched; asks for the next."""
         with self._lock:
-            self._asked, self._step = [], None
+            self._prefetched, self._step = [], None
             if ids is not None:
                 own = next((each for each in self._batches if any(np.array_equal(ids, one) for one in each)), None)
                 if own is None and self._batches:
@@ -64,17 +64,17 @@ class Prefetcher:
                 while own is not None and self._batches.popleft() is not own:
                     pass
             if self._batches:
-                self._ask(self._batches.popleft(), step + 1)
+                self._request(self._batches.popleft(), step + 1)
             else:
                 self._waits = step + 1
 
     def clear(self) -> None:
-        """Rows have been replaced: what was asked for ahead does not count."""
+        """Rows have been replaced: what was prefetched does not count."""
         with self._lock:
             self._batches.clear()
-            self._asked, self._step, self._waits = [], None, None
+            self._prefetched, self._step, self._waits = [], None, None
 
-    def _ask(self, batch: Sequence[Ids], step: int) -> None:
+    def _request(self, batch: Sequence[Ids], step: int) -> None:
         requests = [(ids, self._prefetch(ids, step)) for ids in batch]
-        self._asked = [(ids, request) for ids, request in requests if request is not None]
+        self._prefetched = [(ids, request) for ids, request in requests if request is not None]
         self._step = step

@@ -204,7 +204,7 @@ def tables_of(model: Model) -> list[TableVariable]:
 
 
 def prefetch(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[Structure]) -> None:
-    """Asks for the rows of a batch that has just been staged. Called by a thread that stages."""
+    """Prefetches the rows of a batch that has just been staged. Called by a thread that stages."""
     if (own := strategy()) is not None:
         for variable in all_tables(own):
             variable.table.prefetch(batches)

@@ -220,7 +220,7 @@ class Loop(Request):
             while int(self._answers.size()):  # left from a stopped run
                 self._answers.dequeue()
         self._number = next(_numbers)
-        self._progress = self.lockstep.follow(self._number, None, self._answer, foresees=False)
+        self._progress = self.lockstep.follow(self._number, None, self._answer, knows_end=False)
 
     def _answer(self, key: int | None, error: str, rows: int, ranks: Sequence[int]) -> None:
         with tf.init_scope(), tf.device(HOST):

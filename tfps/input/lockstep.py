@@ -59,7 +59,7 @@ class IteratorProgress:
     batches: int | None  # how many there are, if known
     answer: Answer  # called once per request, on any thread
     meets: bool  # the ranks synchronize at the first batch that eager code takes
-    foresees: bool  # the end of the data is known before the next batch is requested
+    knows_end: bool  # the end of the data is known before the next batch is requested
     whole: bool = False  # each rank has the whole batch, and knows its part when the ranks that take it are known
     begin: int = 0  # the first position here: others have taken those before
     gone: bool = False
@@ -165,13 +165,13 @@ class Lockstep:
         answer: Answer,
         *,
         meets: bool = False,
-        foresees: bool = True,
+        knows_end: bool = True,
         whole: bool = False,
         begin: int = 0,
     ) -> IteratorProgress:
         """Follows the iterator with this unique `number`, negative for a loop inside a function."""
         with self._lock:
-            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, foresees, whole, begin)
+            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, knows_end, whole, begin)
             progress.asked = progress.known = progress.owed = begin
             progress.joined = begin or None
         return progress
@@ -227,8 +227,8 @@ class Lockstep:
                 if position > progress.owed:  # those between followed steps that exchanged nothing
                     progress.agreed = position
                 start = max(progress.owed, position)
-                foresees = progress.foresees and (progress.allowed is None or position + 1 < progress.allowed)
-                progress.owed = position + 1 + (trains and foresees)
+                knows_end = progress.knows_end and (progress.allowed is None or position + 1 < progress.allowed)
+                progress.owed = position + 1 + (trains and knows_end)
                 self._owed.extend((progress, each) for each in range(start, progress.owed))
                 if progress.owed > position + 1 and self.runtime.exchange.joining.least:
                     progress.held.add(position + 1)

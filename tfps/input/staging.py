@@ -95,7 +95,7 @@ class Staging:
         self.spans, self.workers = runtime.spans, runtime.exchange.view.workers
         self.changes = last_batch is not None and last_batch.changes  # whether the number of workers may change
         self.closed, self.check_every = False, check_every
-        self.foresee: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each that is staged
+        self.prefetch: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each that is staged
         self.lockstep: Lockstep | None = None  # strategies of one runtime share it: they announce batches in one order
         if self.workers > 1 and together:
             self.lockstep = runtime.shared(Lockstep, lambda: Lockstep(runtime))
@@ -311,7 +311,7 @@ class Feed:
                         if self.sizes is not None:
                             rows[0] = self.sizes(position)
                         self._stage.put(key, batches)
-                        staging.foresee(batches)
+                        staging.prefetch(batches)
                         if staging.spans.recorder.enabled:
                             staging.spans.staged(begin, batches)
                         self._digest_of[key] = digest

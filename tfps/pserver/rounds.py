@@ -55,7 +55,7 @@ class Rounds:
         except MismatchError as error:
             self._state.fail(error)
             return
-        if not header.flags & ASK:  # rows are asked for ahead
+        if not header.flags & ASK:  # lookups may be prefetches
             member.step = max(member.step, header.step)
         member.wait_s += wait_ns / 1e9 if header.step else 0  # not in the first step, before which graphs are built
         if answers:

@@ -74,7 +74,7 @@ class ElasticBucket:
     needs_replay: bool = False  # lookups wait until pushes have been given again
     asked: int = -1  # the latest step that has asked for rows to train them,
     begun: int = -1  # and when pservers changed last
-    ahead: int = 0  # by how much pservers count more steps, in other modes than "sync"
+    step_offset: int = 0  # by how much pservers count more steps, in other modes than "sync"
 
     @property
     def replay(self) -> Replay | None:

@@ -71,7 +71,7 @@ class Declarations:
                 )
             if journal is not None and spec.replaces is not None:  # it goes on with the rows of another one
                 old = core.buckets[spec.replaces]
-                bucket.ahead = old.ahead
+                bucket.step_offset = old.step_offset
                 if old.journal is not None:
                     journal.follow(old.journal)
                 old.journal = None

@@ -54,8 +54,8 @@ class Pushing:
         bucket = self._core.buckets[number]
         journal, step = self._core.journal(bucket), 0
         if isinstance(push, RowsPush):
-            push.ahead = bucket.ahead
-            step = push.update.step + push.ahead
+            push.step_offset = bucket.step_offset
+            step = push.update.step + push.step_offset
         try:
             if journal is not None:
                 if bucket.saving is worker:
@@ -127,7 +127,7 @@ def _give(number: int, worker: Worker, push: Push, on_reply: OnReply) -> None:
     for write in push.writes:
         worker.state.write(number, *write)
     if isinstance(push, RowsPush):
-        worker.tables.apply(later(push.update, push.ahead), on_reply)
+        worker.tables.apply(later(push.update, push.step_offset), on_reply)
     elif push.collects:
         worker.state.collect_residual(number, on_reply)
     else:

@@ -29,7 +29,7 @@ class RowsPush(Push):
     """An update of rows."""
 
     update: RowUpdate = field(kw_only=True)  # with the step as the program counts
-    ahead: int = 0  # by how much pservers count more
+    step_offset: int = 0  # by how much pservers count more
 
 
 @dataclass(eq=False, slots=True)

@@ -49,7 +49,7 @@ class ElasticTables:
         bucket.asked = max(bucket.asked, request.step if request.trains else -1)
         # Of a step that had begun with other pservers these do not know all that was asked for.
         own = replace(request, complete=request.complete and request.step > bucket.begun)
-        worker.tables.lookup(later(own, bucket.ahead), functools.partial(self._take_rows, worker, asked))
+        worker.tables.lookup(later(own, bucket.step_offset), functools.partial(self._take_rows, worker, asked))
 
     def give_asks(self, number: int, worker: Worker) -> None:
         for asked in list(self._core.buckets[number].asks):
@@ -73,7 +73,7 @@ class ElasticTables:
             worker = bucket.worker
             if worker is None or bucket.needs_replay:
                 return None
-            wait = worker.tables.prefetch(later(request, bucket.ahead))
+            wait = worker.tables.prefetch(later(request, bucket.step_offset))
         return None if wait is None else functools.partial(self._wait, worker, request, wait)
 
     def _wait(self, worker: Worker, request: Lookup, wait: Wait, on_reply: OnReply) -> None:
@@ -106,7 +106,7 @@ class ElasticTables:
                 for push in given:
                     bucket.pushes.remove(push)
                 begun = [push.update.step + 1 for push in given if isinstance(push, RowsPush)]
-                bucket.ahead = bucket.replies - max(old.state.steps(number) - bucket.ahead, *begun, 0)
+                bucket.step_offset = bucket.replies - max(old.state.steps(number) - bucket.step_offset, *begun, 0)
             answered += [(push, Reply(sum=_NOTHING, step=bucket.replies)) for push in given]
         return answered
 
@@ -115,7 +115,7 @@ class ElasticTables:
 
         def save(worker: Worker) -> SavedRows:
             self._core.check_there(request.table)
-            return worker.tables.save(later(request, bucket.ahead))
+            return worker.tables.save(later(request, bucket.step_offset))
 
         return self._core.call(save)
 
@@ -131,7 +131,7 @@ class ElasticTables:
 
         def replace(worker: Worker) -> _T:
             core.check_there(request.table)
-            own = later(request, bucket.ahead)
+            own = later(request, bucket.step_offset)
             if worker.joining.pending:
                 return what(worker.tables, own)  # the others have done it
             found, journal, ranks = what(worker.tables, own), core.journal(bucket), worker.view.ranks

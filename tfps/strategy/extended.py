@@ -19,9 +19,9 @@ from tfps.embeddings.variable import all_tables, prefetch
 from tfps.errors import JoinError, TfpsError, UnsupportedError, from_text
 from tfps.exchange.interface import Exchange
 from tfps.graph import common_rows
-from tfps.graph.foresight import noting_inputs
 from tfps.graph.ops import HOST
 from tfps.graph.patches import replaced
+from tfps.graph.prefetch import noting_inputs
 from tfps.graph.shares import Counted, LastBatch, counted, current_share, is_reducing_gradients, with_share
 from tfps.graph.tf_private import (
     METRICS_ARE_MIRRORED,
@@ -114,7 +114,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             self.guard = Guard(runtime, replicas, factor, codec, config.on_nonfinite)
         self.policy.attach(strategy)
         if self.staging is not None:
-            self.staging.foresee = functools.partial(prefetch, weakref.ref(strategy))
+            self.staging.prefetch = functools.partial(prefetch, weakref.ref(strategy))
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()

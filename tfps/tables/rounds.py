@@ -194,7 +194,7 @@ class Rounds:
     def missing(self, asking: int | None = None) -> list[int]:
         """The ranks that others wait for, or `asking` alone if it is not the same for all."""
         whole = self._whole
-        # Who only asks ahead waits for nobody yet; whose step it is has added to the one before.
+        # Who only prefetches waits for nobody yet; whose step it is has added to the one before.
         return [rank for rank in self.view.ranks if rank not in whole] if whole else []
 
     def late(self, ranks: Iterable[int]) -> int | None:

@@ -78,7 +78,7 @@ class Table:
         self._tombstones = Tombstones()
         self._each = max(CHUNK // spec.dim, 1)  # rows that are worked on at a time
         self._made = self._evicted = self._expired = self._refused = 0
-        self._ahead = 0  # by so many steps the latest is ahead of the job's; see `follow`
+        self._step_offset = 0  # by so many steps the latest is ahead of the job's; see `follow`
         self._begin()
 
     def _begin(self) -> None:
@@ -96,7 +96,7 @@ class Table:
 
     def follow(self, step: int) -> None:
         """What is `step` from now on comes after the latest: a job goes on with rows of one that was further."""
-        self._ahead = max(self._step + 1 - step, 0)
+        self._step_offset = max(self._step + 1 - step, 0)
 
     # What workers do
 
@@ -186,7 +186,7 @@ class Table:
         return Part(ids, np.ascontiguousarray(found))
 
     def _checked_step(self, step: int) -> int:
-        step += self._ahead
+        step += self._step_offset
         if not 0 <= step <= MOST_STEP:
             raise ProtocolError(f"step of {self.label} must be from 0 to {MOST_STEP}, got {step}")
         return max(step, self._step)

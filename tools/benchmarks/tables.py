@@ -126,7 +126,7 @@ def _network(quick: bool) -> Found:
             for dim, sleep_s in NETWORK[:: 2 if quick else 1]:
                 work = Work(dim=dim, sleep_s=sleep_s)
                 with contextlib.ExitStack() as stack:
-                    kinds = {"on": (), "off": ("--no-foresight",)}
+                    kinds = {"on": (), "off": ("--no-prefetch",)}
                     jobs = {
                         kind: job.tfps_job(stack, work, WARMUP, STEPS, workers=2, hosts=lab.hosts, options=options)
                         for kind, options in kinds.items()

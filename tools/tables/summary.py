@@ -220,7 +220,7 @@ def _network(runs: Runs) -> Table:
     heads = [
         "floats of a row",
         "sleeps (ms)",
-        "foresight",
+        "prefetch",
         "step (ms)",
         "CPU of all",
         "waits for rows",
@@ -255,9 +255,9 @@ def _network_headline(runs: Runs) -> dict[str, float]:
         on, off = kinds["on"], kinds["off"]
         found |= {
             f"{name}_step_s": _median(on, "step_s"),
-            f"{name}_step_ratio_to_no_foresight": _ratio(on, "step_s", off),
+            f"{name}_step_ratio_to_no_prefetch": _ratio(on, "step_s", off),
             f"{name}_wait_s": _median(on, "wait_s"),
-            f"{name}_wait_s_without_foresight": _median(off, "wait_s"),
+            f"{name}_wait_s_without_prefetch": _median(off, "wait_s"),
             f"{name}_hidden_share": 1.0 - _median(on, "wait_s") / _median(off, "wait_s"),
             f"{name}_early_share": _early(on),
         }

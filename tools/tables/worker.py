@@ -121,10 +121,10 @@ def main() -> None:
     """The program."""
     parser = works.parser("Trains embeddings with Keras.")
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--no-foresight", action="store_true", help="ask for rows when a step begins, not before")
+    parser.add_argument("--no-prefetch", action="store_true", help="ask for rows when a step begins, not before")
     options = parser.parse_args()
     work, strategy, workers = options.work, None, 1
-    if options.no_foresight:
+    if options.no_prefetch:
         nothing = functools.wraps(prefetch.Prefetcher.staged)(lambda ahead, batch: None)
         prefetch.Prefetcher.staged = nothing  # type: ignore[assignment,method-assign]
     waits = Waits()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfps.graph.foresight import computed_ahead, given_inputs, noting_inputs, tensors_of
+from tfps.graph.prefetch import batch_function, given_inputs, noting_inputs, tensors_of
 from tfps.types import Function, Value
 
 
@@ -18,17 +18,17 @@ IDS = tf.TensorSpec([None, 3], tf.int64)
 OTHER = tf.TensorSpec([None], tf.float32)
 
 
-def test_what_a_step_computes_from_its_batch_is_known_ahead() -> None:
+def test_what_a_step_computes_from_its_batch_is_known_before_it() -> None:
     def step(ids: tf.Tensor, other: tf.Tensor) -> tuple[tf.Tensor, ...]:
         with tf.control_dependencies([tf.debugging.assert_less(ids, tf.constant(100, tf.int64))]):
             unique, _ = tf.unique(tf.reshape(ids, [-1]))
         return unique, unique % 7, ids
 
-    ahead = computed_ahead(*traced(step, IDS, OTHER))
-    assert ahead is not None
+    computed = batch_function(*traced(step, IDS, OTHER))
+    assert computed is not None
     batch = np.array([[1, 2, 1], [50, 9, 2]])
     for size in (2, 1):
-        found = ahead(tf.constant(batch[:size]), tf.zeros([size]))
+        found = computed(tf.constant(batch[:size]), tf.zeros([size]))
         expected = step(tf.constant(batch[:size]), tf.zeros([size]))
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -47,7 +47,7 @@ def test_what_needs_more_than_the_batch_is_not() -> None:
         return tf.cond(tf.size(ids) > 3, lambda: ids + 1, lambda: ids)
 
     for step in (of_variable, at_random, in_a_branch):
-        assert computed_ahead(*traced(step, IDS)) is None
+        assert batch_function(*traced(step, IDS)) is None
 
 
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
@@ -61,7 +61,7 @@ def test_ragged_and_sparse_batches_are_flat_tensors(kind: str) -> None:
         return tf.unique(batch.values)[0]
 
     graph = tf.function(noting_inputs(step), autograph=False).get_concrete_function(batch).graph
-    ahead = computed_ahead(seen[0], graph.outputs)
-    assert ahead is not None
-    np.testing.assert_array_equal(ahead(*tensors_of((batch, None)))[0], [1, 2, 3])
+    computed = batch_function(seen[0], graph.outputs)
+    assert computed is not None
+    np.testing.assert_array_equal(computed(*tensors_of((batch, None)))[0], [1, 2, 3])
     assert not given_inputs()

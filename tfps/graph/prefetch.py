@@ -1,6 +1,6 @@
 """What a step computes from its batch alone, as a function of the batch: the ids of rows, before the step runs.
 
-Tested in tests/graph/test_foresight.py.
+Tested in tests/graph/test_prefetch.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tensors_of(structure: Structure) -> list[Value]:
     return [each for each in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(each)]
 
 
-def computed_ahead(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> Function | None:
+def batch_function(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> Function | None:
     """A function of tensors like `inputs` that returns what a graph makes of them for `outputs`, of the same graph.
 
     None if that needs anything else: variables, random numbers, tables of strings, other functions.
@@ -72,7 +72,7 @@ def computed_ahead(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) ->
         tf.TensorSpec(None if each.shape.rank is None else [None] * each.shape.rank, each.dtype) for each in inputs
     ]
 
-    def ahead(*batch: tf.Tensor) -> list[tf.Tensor]:
+    def of_batch(*batch: tf.Tensor) -> list[tf.Tensor]:
         given = dict(zip((each.name for each in inputs), batch, strict=True))
         used = {each.name for op in operations.values() for each in op.inputs}
         computed = [each.name for each in outputs if each.name not in stops]
@@ -86,4 +86,4 @@ def computed_ahead(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) ->
         by_name = {**given, **dict(zip(computed, found or (), strict=True))}
         return [tf.identity(by_name[each.name]) for each in outputs]
 
-    return tf.function(ahead, autograph=False, input_signature=signature)
+    return tf.function(of_batch, autograph=False, input_signature=signature)
