@@ -25,5 +25,5 @@ class Taking:
         if len(self.got) == self._expected:
             self.all.set()
 
-    def notice(self, header: Header, payload: memoryview) -> None:
+    def control(self, header: Header, payload: memoryview) -> None:
         self.notices.append((header, bytes(payload)))

@@ -117,7 +117,7 @@ class Pserver(Part):
         for rank in range(WORKERS):
             one = Applicant("", rank, WORKERS, str(rank), "", 0, index, PSERVERS, "i")
             self.members.join(one, 0.0).state = State.STREAMING
-        self.shard = Shard(CONFIG, ALL, index, RECORDER, tell=self._tell)
+        self.shard = Shard(CONFIG, ALL, index, RECORDER, notify=self._notify)
         self.shard.add(SPECS)
         self.completed: dict[tuple[int, int, int], tuple[bytes, int]] = {}  # by bucket, index and step
 
@@ -133,7 +133,7 @@ class Pserver(Part):
         for _, item in self.shard.slices():
             self._send(item.change_view(self.members.view))
 
-    def _tell(self, number: int, ranks: Collection[int]) -> None:
+    def _notify(self, number: int, ranks: Collection[int]) -> None:
         message = encode_ranks(number, ranks)
         frame = Frame(Header(Kind.RANKS, generation=number), message[-4 * len(ranks) :])
         self.sent += [(rank, frame) for rank in range(WORKERS)]
@@ -207,7 +207,7 @@ class Worker(Part):
     def receive(self, pserver: int, frame: Frame) -> None:
         header, payload = frame
         if header.kind == Kind.RANKS:
-            self.incoming[pserver].notice(header, memoryview(payload))
+            self.incoming[pserver].control(header, memoryview(payload))
         else:
             self.incoming[pserver].data(header, memoryview(payload), None)
         if not self.awaited and not self.has_ended:

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tfps.errors import ConnectError
 from tfps.membership.members import Applicant, Member, State
-from tfps.membership.roster import Forget, How, Loss, Roster, Tell, TellAdmitted
+from tfps.membership.roster import Forget, How, Loss, Notify, NotifyAdmitted, Roster
 from tfps.membership.view import View
 
 RANKS = st.integers(0, 3)
@@ -93,7 +93,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         assert change is not None
         view, effects = change
         assert view is self.members.view
-        (told,) = [each.loss for each in effects if isinstance(each, Tell)]
+        (told,) = [each.loss for each in effects if isinstance(each, Notify)]
         assert (told.rank, told.how, told.why) == (rank, How.LOST, self.members.lost[rank])
         assert [each.rank for each in effects if isinstance(each, Forget)] == [rank]
         for each in (self.part, self.here, self.streaming):
@@ -107,7 +107,7 @@ class MachineOfRoster(RuleBasedStateMachine):
             view, change = self.members.view, self.members.lose(rank, "died")
             assert change is not None
             assert change[0] is view, "nobody misses it"
-            assert not any(isinstance(each, Tell) for each in change[1])
+            assert not any(isinstance(each, Notify) for each in change[1])
             self.here.discard(rank)
             self.streaming.discard(rank)
 
@@ -117,7 +117,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         rank = data.draw(st.sampled_from(sorted(self.part)))
         self.members.members[rank].state = State.GONE
         (told,) = self.members.leave(rank)[1]
-        assert told == Tell(Loss(rank, How.ENDED, f"{self.members.members[rank]} has left"))
+        assert told == Notify(Loss(rank, How.ENDED, f"{self.members.members[rank]} has left"))
         self.streaming.discard(rank)
         self.part.discard(rank)
         self.parted.add(rank)
@@ -148,7 +148,7 @@ class MachineOfRoster(RuleBasedStateMachine):
             before = self.members.view.ranks
             view, effects = self.members.admit({*chosen, *(set(range(WORKERS)) - self.here)})
             self.part |= chosen
-            assert effects[-1] == TellAdmitted(before, view.ranks)
+            assert effects[-1] == NotifyAdmitted(before, view.ranks)
             assert len(effects) == 1 + len(chosen)
             self.lost -= chosen
             self.changes += 1

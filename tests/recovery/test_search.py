@@ -92,7 +92,7 @@ class Session:
         for effect in change[1]:
             if isinstance(effect, roster.Fail):
                 self.broken = True
-            elif isinstance(effect, roster.Tell):
+            elif isinstance(effect, roster.Notify):
                 for other in change[0].ranks:
                     self.down.setdefault(other, []).append(("lost", rank))
         self.complete()

@@ -242,7 +242,7 @@ class Joining(Protocol):
     @property
     def least(self) -> int: ...  # workers with which training goes on; 0: it needs all
 
-    told: bool  # joiners have become ready since this was set to False
+    notified: bool  # joiners have become ready since this was set to False
 
     @property
     def pending(self) -> bool: ...  # whatever it exchanges comes back to it unchanged

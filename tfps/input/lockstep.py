@@ -440,7 +440,7 @@ class Lockstep:
                     return
             self._owed.popleft()
             place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)
-            joins = self.admits and self.runtime.exchange.joining.told
+            joins = self.admits and self.runtime.exchange.joining.notified
             own = np.array([code, place, rows, digest, joins, batch_digests.HASH], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             self.said.push(own, functools.partial(self._decide, progress, position))

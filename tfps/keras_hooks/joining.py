@@ -180,7 +180,7 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
     """Lets those take part who are ready, before `batch` of the epoch; all ranks call it."""
     extended = strategy.extended
     runtime, joining, lockstep = extended.runtime, extended.exchange.joining, extended.staging.lockstep
-    joining.told = False
+    joining.notified = False
     if joiners := _joiners(strategy):
         extended.combiner.refresh()
         if not batch and not has_read(extended.training.iterator) and not lockstep.settle(runtime.wait_s):

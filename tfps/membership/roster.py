@@ -48,15 +48,15 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Tell all members of a loss."""
+class Notify:
+    """Notify all members of a loss."""
 
     loss: Loss
 
 
 @dataclass(frozen=True, slots=True)
-class TellAdmitted:
-    """Tell all who are `present` from now on; `before`: who took part until now."""
+class NotifyAdmitted:
+    """Notify all who are `present` from now on; `before`: who took part until now."""
 
     before: tuple[int, ...]
     present: tuple[int, ...]
@@ -77,7 +77,7 @@ class Fail:
     error: TfpsError
 
 
-Effect = Log | Tell | TellAdmitted | Forget | Fail
+Effect = Log | Notify | NotifyAdmitted | Forget | Fail
 Change = tuple[View, Sequence[Effect]]
 
 
@@ -183,7 +183,7 @@ class Roster:
         if not self.begun:
             self.view = View.first(self.view.workers, len(self.view.pservers))
             return self.view, [forget, Log(f"has not begun: {loss.why}; another worker may join in its place")]
-        return self.view, [forget, Log(f"goes on with {len(self.view.ranks)} workers: {loss.why}"), Tell(loss)]
+        return self.view, [forget, Log(f"goes on with {len(self.view.ranks)} workers: {loss.why}"), Notify(loss)]
 
     def _remove(self, rank: int, how: How, why: str) -> Loss:
         self.view = self.view.next(left=[rank])
@@ -198,7 +198,7 @@ class Roster:
         if not self.goes_on(1):
             return self.view, []
         self.view = self.view.next(left=[rank])
-        return self.view, [Tell(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
+        return self.view, [Notify(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
 
     def admit(self, joiners: Collection[int]) -> Change:
         """Those of `joiners` that are there take part from now on."""
@@ -211,7 +211,7 @@ class Roster:
             self.joined += 1
             self.changes.append(f"view {self.view.generation}: {self.members[rank]} has joined")
             effects.append(Log(f"goes on with {len(self.view.ranks)} workers: {self.members[rank]} takes part"))
-        return self.view, [*effects, TellAdmitted(before, self.view.ranks)]
+        return self.view, [*effects, NotifyAdmitted(before, self.view.ranks)]
 
     def begin_without_missing(self) -> Change:
         """All ranks had joined the first pserver: those that are not here have been lost since, and do not come."""

@@ -66,11 +66,11 @@ class View:
 class RankSets:
     """Numbers the sets of ranks whose pushes are in replies: 1 is `everybody`; any thread.
 
-    `tell` gets the number and the ranks of every other set, before `number` first returns it.
+    `notify` gets the number and the ranks of every other set, before `number` first returns it.
     """
 
-    def __init__(self, everybody: Collection[int], tell: Callable[[int, tuple[int, ...]], object]) -> None:
-        self._tell, self._lock = tell, threading.Lock()  # guards _numbers
+    def __init__(self, everybody: Collection[int], notify: Callable[[int, tuple[int, ...]], object]) -> None:
+        self._notify, self._lock = notify, threading.Lock()  # guards _numbers
         self._everybody = len(everybody)
         self._numbers = {frozenset(everybody): 1}
 
@@ -84,11 +84,11 @@ class RankSets:
                 if len(self._numbers) == MAX_GENERATION:
                     raise ProtocolError(f"a job can have {MAX_GENERATION} sets of ranks that push, and has had so many")
                 self._numbers[found] = len(self._numbers) + 1
-                self._tell(self._numbers[found], tuple(sorted(found)))
+                self._notify(self._numbers[found], tuple(sorted(found)))
             return self._numbers[found]
 
-    def told(self) -> list[tuple[int, tuple[int, ...]]]:
-        """All that `tell` has got, for somebody who comes later."""
+    def notified(self) -> list[tuple[int, tuple[int, ...]]]:
+        """All that `notify` has got, for somebody who comes later."""
         with self._lock:
             return [(number, tuple(sorted(ranks))) for ranks, number in self._numbers.items() if number > 1]
 

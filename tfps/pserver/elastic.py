@@ -133,9 +133,9 @@ class Elastic:
             match effect:
                 case roster.Log(what):
                     self._state.log(what)
-                case roster.Tell(loss):
+                case roster.Notify(loss):
                     self._state.announce(Header(Kind.LOST, index=loss.rank, step=_STEPS[loss.how]), loss.why.encode())
-                case roster.TellAdmitted(before, present):
+                case roster.NotifyAdmitted(before, present):
                     # In the same stream as what tells of losses before and after, so that all come in their order.
                     frame = frames.encode_admitted(before, present)
                     for rank in present:

@@ -130,7 +130,7 @@ class Job:
                     recorder=state.recorder,
                     rank=member.rank,
                 )
-                for number, ranks in state.shard.sets.told():
+                for number, ranks in state.shard.sets.notified():
                     state.queues[member.rank].put_urgent(frames.encode_ranks(number, ranks))
             pending = roster.takes_joiners and member.rank not in roster.view.ranks
             if pending:
@@ -296,7 +296,7 @@ class Session:
         if self._job.elastic.is_current(self.rank, self.queue):
             self._job.rounds.push(self.rank, header, payload, place)
 
-    def notice(self, header: Header, payload: memoryview) -> None:
+    def control(self, header: Header, payload: memoryview) -> None:
         self._arrived(payload)
         if header.kind != Kind.SCALARS:
             raise not_expected(header, Kind.PUSH)

@@ -58,10 +58,10 @@ class Shard:
         index: int,
         recorder: Recorder,
         max_memory: int = 2**63,
-        tell: Callable[[int, tuple[int, ...]], object] = lambda number, ranks: None,  # see RankSets
+        notify: Callable[[int, tuple[int, ...]], object] = lambda number, ranks: None,  # see RankSets
     ) -> None:
         self.config, self.view, self.index, self._max_memory = config, view, index, max_memory
-        self.sets = RankSets(range(view.workers), tell)
+        self.sets = RankSets(range(view.workers), notify)
         self.buckets: list[OwnedBucket] = []  # only grows, until `clear`: streams read it without the lock
         self._recorder = recorder
         self._placer = Placer(view.pservers, config.placement)

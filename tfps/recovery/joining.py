@@ -27,12 +27,12 @@ class ElasticJoining:
         return self._core.worker.joining.least
 
     @property
-    def told(self) -> bool:
-        return self._core.worker.joining.told
+    def notified(self) -> bool:
+        return self._core.worker.joining.notified
 
-    @told.setter
-    def told(self, value: bool) -> None:
-        self._core.worker.joining.told = value
+    @notified.setter
+    def notified(self, value: bool) -> None:
+        self._core.worker.joining.notified = value
 
     @property
     def pending(self) -> bool:

@@ -37,7 +37,7 @@ class Receiver(Protocol):
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
         """Takes a data frame; its payload is where `memory` said, or in shared memory at `place`, else new."""
 
-    def notice(self, header: Header, payload: memoryview) -> None:
+    def control(self, header: Header, payload: memoryview) -> None:
         """Takes a LAYOUT, TRACE, RANKS or LOST, which only workers get, or SCALARS, which only pservers get."""
 
 
@@ -64,7 +64,7 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
     elif header.kind == Kind.BEAT:
         pass
     elif header.kind in _NOTICES:
-        receiver.notice(header, payload)
+        receiver.control(header, payload)
     elif header.kind == Kind.ERROR:
         return frames.decode_error(header, payload)
     else:

@@ -53,7 +53,7 @@ class Header(NamedTuple):
 
     An ACK uses only `received`, an ERROR `index` (a code), a TRACE `step` (number of the capture) and `index` (1
     begins, 0 ends), SCALARS `bucket` and `step`, RANKS `generation`, LOST `index` (a rank) and `step` (how), ADMITTED
-    `index` (how many of its ranks took part before), AWAITED `bucket` and `step`, other notices none.
+    `index` (how many of its ranks took part before), AWAITED `bucket` and `step`, other control frames none.
     """
 
     kind: int

@@ -277,12 +277,12 @@ class Incoming:
         state: FailureState,
         recorder: Recorder,
         start_next: Callable[[int, PushedBucket], None],
-        on_notice: Callable[[int, Header, memoryview], None],
+        on_control: Callable[[int, Header, memoryview], None],
         on_missing: Callable[[PushedBucket, Push], None],
         everybody: Sequence[int],
     ) -> None:
         self.pserver, self.start_next, self.on_missing = pserver, start_next, on_missing
-        self._buckets, self._state, self._recorder, self._on_notice = buckets, state, recorder, on_notice
+        self._buckets, self._state, self._recorder, self._on_control = buckets, state, recorder, on_control
         self._sets: dict[int, tuple[int, ...]] = {1: tuple(everybody)}  # of ranks, by number; see RankSets
 
     @property
@@ -308,8 +308,8 @@ class Incoming:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self.pserver)
         bucket.receive(self, header, payload, place)
 
-    def notice(self, header: Header, payload: memoryview) -> None:
+    def control(self, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.RANKS:
             self._sets[header.generation] = decode_ranks(payload)
         else:
-            self._on_notice(self.pserver, header, payload)
+            self._on_control(self.pserver, header, payload)

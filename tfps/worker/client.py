@@ -246,9 +246,9 @@ class PserverClient:
 
     def quiesce(self) -> None:
         self._failures.check()
-        self._tell("Rest", pb.RestRequest(**self.me), self._config.step_timeout_s)
+        self._notify("Rest", pb.RestRequest(**self.me), self._config.step_timeout_s)
 
-    def _tell(self, name: str, request: Message, timeout_s: float) -> None:
+    def _notify(self, name: str, request: Message, timeout_s: float) -> None:
         for pserver in self.pservers:
             pserver.call(name, request, timeout_s)
 
@@ -316,14 +316,14 @@ class PserverClient:
 
     def tune(self, layout: Layout) -> None:
         """Tells all pservers, and through them all workers, of a layout; see Layout in protos/tfps.proto."""
-        self._tell("Tune", pb.TuneRequest(**self.me, layout=control.layout_message(layout)), _TUNE_TIMEOUT_S)
+        self._notify("Tune", pb.TuneRequest(**self.me, layout=control.layout_message(layout)), _TUNE_TIMEOUT_S)
 
     # Captures; see Records in protos/tfps.proto
 
     def trace(self, number: int, on: bool) -> None:
         """Begins or ends a capture on all pservers."""
         self._failures.check()
-        self._tell("Trace", pb.TraceRequest(**self.me, number=number, on=on), _CALL_TIMEOUT_S)
+        self._notify("Trace", pb.TraceRequest(**self.me, number=number, on=on), _CALL_TIMEOUT_S)
 
     def collect(self, number: int, timeout_s: float) -> list[pb.Records]:
         """All records of a capture that come within `timeout_s`."""

@@ -41,7 +41,7 @@ class WorkerJoining:
         self._config, self._client, self._presence = config, client, presence
         self._failures, self._losses, self._learn, self._commit = failures, losses, learn, commit
         self.least = config.min_workers or 0
-        self.told = False  # that others are ready to take part
+        self.notified = False  # that others are ready to take part
         self.on_joined: Callable[[], object] = lambda: None  # called before it takes part
         self.trial: Trial | None = None  # until it takes part
         self.known: JobsBuckets | None = None  # of a job that this worker has come to
@@ -121,9 +121,11 @@ class WorkerJoining:
         before = self._presence.admissions()
         reply = self._client.admit(joiners, self._config.step_timeout_s)
         joined = sorted(set(reply.present).difference(reply.before))
-        told = self._presence.wait_admitted(before, lambda: self._failures.end is not None, self._config.step_timeout_s)
+        notified = self._presence.wait_admitted(
+            before, lambda: self._failures.end is not None, self._config.step_timeout_s
+        )
         self._failures.check()
-        if not told:
+        if not notified:
             rank = self._client.membership.rank
             raise WaitTimeoutError(f"rank {rank}: the pservers have not told who takes part now")
         for rank in joined:

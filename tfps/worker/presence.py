@@ -90,11 +90,11 @@ class Presence:
     def wait_admitted(self, before: Sequence[int], over: Callable[[], bool], timeout_s: float) -> bool:
         """Waits until all pservers have told another admission than `before`, or all is `over`; False: not in time."""
 
-        def is_told() -> bool:
+        def is_notified() -> bool:
             return over() or all(now > then for now, then in zip(self._admissions, before, strict=True))
 
         with self._changed:  # streams tell it in the order of losses before and after
-            return self._changed.wait_for(is_told, timeout_s)
+            return self._changed.wait_for(is_notified, timeout_s)
 
     def wake(self) -> None:
         """Something that waits may be over."""

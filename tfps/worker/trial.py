@@ -95,7 +95,7 @@ class Trial:
             return
         self._alone.push(bucket, payload, on_reply)
 
-    def tell_admitted(self, pserver: int, others: Sequence[int]) -> None:
+    def notify_admitted(self, pserver: int, others: Sequence[int]) -> None:
         """Notes that a pserver lets it take part, and the ranks of those who took part before."""
         self._admitted.add(pserver)
         if pserver == 0:

@@ -238,14 +238,14 @@ class Worker:
         if self._left.acquire(blocking=False):
             self.client.leave(self._farewell, reason)
 
-    def fail(self, error: TfpsError, told: bool = False) -> None:
-        """See `Exchange.fail`; `told`: it came from a pserver, which told all workers."""
+    def fail(self, error: TfpsError, notified: bool = False) -> None:
+        """See `Exchange.fail`; `notified`: it came from a pserver, which notified all workers."""
         if self._farewell is not None:  # what has failed here is the reason, even if its stream's end is known first
             error = self._farewell
         else:
             who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
             known = (
-                told
+                notified
                 or isinstance(error, JoinError)
                 or (self.config.outlives_pservers and isinstance(error, PserverLostError))
             )
@@ -284,7 +284,7 @@ class Worker:
                 raise
             except TfpsError as error:
                 if self._failures.end is None:
-                    self.fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
+                    self.fail(error, notified=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
             if self._is_chief and any(map(tunable, specs)):
                 self._tuner.probe()
@@ -366,13 +366,13 @@ class Worker:
             self.captures.take(header)
             return
         if header.kind == Kind.READY:
-            self.joining.told = True
+            self.joining.notified = True
             return
         if header.kind == Kind.ADMITTED:
             ranks = decode_ranks(payload)
             self.presence.admit(pserver, ranks)
             if (trial := self.joining.trial) is not None:
-                trial.tell_admitted(pserver, ranks[: header.index])
+                trial.notify_admitted(pserver, ranks[: header.index])
             return
         if header.kind == Kind.OFFER:
             self._on_offer(bytes(payload).decode("utf-8", "replace"))
