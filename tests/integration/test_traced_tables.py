@@ -46,7 +46,7 @@ def _check(capture: Capture, step: int, bucket: int, rank: int) -> None:
     asked, gradients = defaultdict[str, list[Span]](list), defaultdict[str, list[Span]](list)
     for span in capture.spans:
         if (span.step, span.bucket, span.rank) == (step, bucket, rank):
-            (asked if capture.asks(span) else gradients)[span.kind].append(span)
+            (asked if capture.is_lookup(span) else gradients)[span.kind].append(span)
     (lookup,) = asked["lookup"]
     (whole,) = (one for one in capture.spans if (one.kind, one.step, one.rank) == ("step", step, rank))
     assert whole.begin_ns - error <= lookup.begin_ns <= lookup.end_ns <= whole.end_ns + error

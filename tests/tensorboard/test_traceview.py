@@ -12,7 +12,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from tensorboard_page import Page, missing, tensorboard
 
-from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedView, Span
+from tfps.trace.capture import FIRST_LOOKUP, Capture, CapturedBucket, CapturedView, Span
 from tfps.trace.capture_file import chrome_path, write_chrome
 from tfps.trace.summary import Summary, summarize
 from tfps.types import Json
@@ -44,7 +44,7 @@ def with_rows(capture: Capture) -> Capture:
         spans.append(Span("lookup", rank, "gates", at, at + 900_000, nbytes=2000, **common))
         spans.append(Span("ready", rank, "gradients", end, end, nbytes=2000, **common))
         for pserver in range(2):
-            asks = {**common, "slice": FIRST_ASKED + 2 * number + pserver, "pserver": pserver, "nbytes": 500}
+            asks = {**common, "slice": FIRST_LOOKUP + 2 * number + pserver, "pserver": pserver, "nbytes": 500}
             adds = {**common, "slice": 0, "pserver": pserver, "nbytes": 1000}
             there, back, to = 2 + pserver, f"to worker {rank}", f"to pserver {pserver}"
             for begin, fields in ((at, asks), (end, adds)):
@@ -356,13 +356,13 @@ def test_rows_of_a_table_are_followed_from_their_ids_to_the_step_and_their_gradi
             for position, one in enumerate(capture.spans)
             if (one.kind, one.step, one.rank, one.pserver) == (kind, step, rank, pserver)
             and one.bucket in capture.tables
-            and capture.asks(one) == asks
+            and capture.is_lookup(one) == asks
         ]
         page("view.select(arguments[0], true)", chosen)
         expected = {
             position
             for position, one in enumerate(capture.spans)
-            if (one.step, one.bucket, capture.asks(one)) == (step, len(capture.buckets) - 1, asks)
+            if (one.step, one.bucket, capture.is_lookup(one)) == (step, len(capture.buckets) - 1, asks)
             and (not asks or one.rank == rank)
             and (one.pserver == pserver or -1 in (one.pserver, pserver))
         }
@@ -375,7 +375,7 @@ def test_rows_of_a_table_are_followed_from_their_ids_to_the_step_and_their_gradi
     assert len(followed("wire", 1, 0, asks=True)) == 6
     assert len(followed("wire", 1, 1, asks=False)) == 11  # a pair of all but the sum
     said = {span.kind: page("return view.describe(arguments[0])", at) for at, span in enumerate(capture.spans)
-            if span.bucket in capture.tables and capture.asks(span)}  # fmt: skip
+            if span.bucket in capture.tables and capture.is_lookup(span)}  # fmt: skip
     assert said["wire"].startswith("on the wire ids of user/rows · ")
     assert said["reply_wire"].startswith("reply on the wire rows of user/rows · ")
     assert said["held"].startswith("rows held back user/rows · 200 µs · ")

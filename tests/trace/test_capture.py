@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
 from tfps.trace.capture import (
-    FIRST_ASKED,
+    FIRST_LOOKUP,
     KINDS,
     Capture,
     CapturedBucket,
@@ -322,7 +322,7 @@ def test_perfetto_draws_a_change_through_all_lanes(tmp_path: Path) -> None:
 def of_table(step: int = 3) -> list[Span]:
     """A table, bucket 1, on one pserver: rank 0 asks for rows, in two answers, and adds gradients; rank 1 adds none."""
     common: dict[str, int] = {"step": step, "bucket": 1, "priority": 1, "rank": 0}
-    asks = {**common, "slice": FIRST_ASKED + 7, "pserver": 0}
+    asks = {**common, "slice": FIRST_LOOKUP + 7, "pserver": 0}
     adds = {**common, "slice": 0, "pserver": 0}
     return [
         Span("lookup", 0, "gates", 1000, 5000, **common),
@@ -351,7 +351,7 @@ def test_of_a_table_ids_rows_and_gradients_are_told_apart_and_arrows_do_not_mix_
     write_chrome(capture, tmp_path / "t.gz")
     events = events_of(tmp_path / "t.gz")
     (asked,) = [event for event in events if event["name"] == "wire ids of a, b"]
-    assert asked["args"]["key"] == f"1/{FIRST_ASKED + 7}"
+    assert asked["args"]["key"] == f"1/{FIRST_LOOKUP + 7}"
     flows: dict[int, list[float]] = {}
     for event in events:
         if event["ph"] in "stf":
@@ -364,7 +364,7 @@ def test_of_a_table_ids_rows_and_gradients_are_told_apart_and_arrows_do_not_mix_
 
 
 def test_questions_for_rows_are_those_that_workers_ask() -> None:
-    assert table_bucket.FIRST_ASKED == FIRST_ASKED
+    assert table_bucket.FIRST_LOOKUP == FIRST_LOOKUP
 
 
 def test_a_file_of_before_there_were_views_is_read(tmp_path: Path) -> None:

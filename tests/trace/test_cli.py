@@ -13,7 +13,7 @@ import captures
 import jobs
 import pytest
 
-from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedView, Process, Span
+from tfps.trace.capture import FIRST_LOOKUP, Capture, CapturedBucket, CapturedView, Process, Span
 from tfps.trace.capture_file import chrome_path, read, write_chrome
 from tfps.trace.cli import main
 from tfps.trace.summary import summarize
@@ -58,7 +58,7 @@ def test_it_shows_what_each_table_exchanges_and_how_long_rows_are_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processes = Process("worker", 0), Process("worker", 1), Process("pserver", 0)
-    asks = {"step": 1, "bucket": 0, "slice": FIRST_ASKED, "pserver": 0}
+    asks = {"step": 1, "bucket": 0, "slice": FIRST_LOOKUP, "pserver": 0}
     spans = [Span("step", rank, "steps", 0, 9_000_000, 1, rank=rank) for rank in (0, 1)]
     spans += [Span("lookup", rank, "gates", 1_000_000, 3_000_000, 1, 0, rank=rank) for rank in (0, 1)]
     spans += [

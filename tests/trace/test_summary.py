@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import FIRST_ASKED, Capture, CapturedBucket, CapturedView, Kind, Process, Span, lane_of
+from tfps.trace.capture import FIRST_LOOKUP, Capture, CapturedBucket, CapturedView, Kind, Process, Span, lane_of
 from tfps.trace.step_times import Intervals, clip, difference, intersection, total, union
 from tfps.trace.summary import Summary, TableUse, summarize
 from tfps.types import Argument
@@ -167,7 +167,7 @@ def test_what_limits_is_said_in_words(spans: list[tuple[Kind, int, int]], limit:
 
 def test_rows_are_waited_for_as_variables_are_and_a_table_has_its_own_figures() -> None:
     adds = {"bucket": 0, "slice": 0, "step": 1, "rank": 0}
-    asks = {**adds, "slice": FIRST_ASKED + 5}
+    asks = {**adds, "slice": FIRST_LOOKUP + 5}
     gate = span("gate", 300, 450, bucket=1, variable=1, step=0)
     spans = [
         span("step", 0, 1000, step=1),
@@ -274,7 +274,7 @@ def any_captures(draw: st.DrawFn) -> Capture:
     for kind in sliced:
         for (begin, took), rank, bucket, pserver in draw(st.lists(st.tuples(times, whole, whole, whole), max_size=6)):
             process = rank if kind in ("queued", "wire") else 2 + pserver
-            index = FIRST_ASKED if kind == "held" else draw(st.sampled_from((0, FIRST_ASKED)))
+            index = FIRST_LOOKUP if kind == "held" else draw(st.sampled_from((0, FIRST_LOOKUP)))
             fields = {"rank": rank, "pserver": pserver, "bucket": bucket, "slice": index, "nbytes": 10, "step": 0}
             spans.append(span(kind, begin, begin + took, process=process, **fields))
     roles = (Process("worker", 0), Process("worker", 1), Process("pserver", 0), Process("pserver", 1))

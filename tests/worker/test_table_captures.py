@@ -6,7 +6,7 @@ import jobs
 from jobs import Cluster
 from table_jobs import DIM, added, asked, declared, described, ids_of
 
-from tfps.trace.capture import FIRST_ASKED, NONE, Capture, Span
+from tfps.trace.capture import FIRST_LOOKUP, NONE, Capture, Span
 from tfps.trace.recorder import Recorder
 
 ROWS = described(rows=100)  # of two pservers, the first has those of even ids
@@ -38,7 +38,7 @@ def test_a_capture_has_each_question_until_its_last_answer_and_whose_gradients_w
     assert capture.tables == {0}
     sums = {span.pserver: span for span in capture.spans if span.kind == "aggregate"}
     for pserver, came in sums.items():
-        gradients = {span.rank: span for span in of(capture, "wire", pserver, step=0) if not capture.asks(span)}
+        gradients = {span.rank: span for span in of(capture, "wire", pserver, step=0) if not capture.is_lookup(span)}
         assert (came.begin_ns, came.rank, came.slice) == (gradients[1].end_ns, 0, NONE)
         assert came.end_ns >= gradients[0].end_ns
         assert came.nbytes == 4 * DIM * (3 - pserver)
@@ -48,7 +48,7 @@ def test_a_capture_has_each_question_until_its_last_answer_and_whose_gradients_w
         (held,) = of(capture, "held", pserver, step=1, rank=0)
         queued, replies = (of(capture, kind, pserver, step=1, rank=0) for kind in ("reply_queued", "reply_wire"))
         assert {question.slice, held.slice, *(one.slice for one in replies)} == {question.slice}
-        assert question.slice >= FIRST_ASKED
+        assert question.slice >= FIRST_LOOKUP
         assert (held.begin_ns, held.nbytes) == (question.end_ns, 4 * DIM * rows)
         assert held.end_ns <= queued[-1].begin_ns
         assert [one.begin_ns for one in replies] == [one.end_ns for one in queued]
@@ -56,7 +56,7 @@ def test_a_capture_has_each_question_until_its_last_answer_and_whose_gradients_w
         assert queued[0].begin_ns < sums[pserver].end_ns
         assert (len(replies), held.end_ns >= sums[pserver].end_ns) == (answers, answers == 2)
     (told,) = of(capture, "wire", 1, step=1, rank=1)
-    assert capture.asks(told)
+    assert capture.is_lookup(told)
     assert not of(capture, "held", 1, step=1, rank=1)
 
 

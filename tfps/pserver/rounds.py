@@ -17,7 +17,7 @@ from tfps.pserver.slices import OwnedSlice, Push, SumSlice
 from tfps.pserver.state import JobState
 from tfps.pserver.table_slice import TableSlice
 from tfps.wire import frames
-from tfps.wire.frames import ASK, EMPTY, Header, Kind
+from tfps.wire.frames import EMPTY, LOOKUP, Header, Kind
 from tfps.wire.shared_memory import Place, Target
 
 
@@ -55,7 +55,7 @@ class Rounds:
         except MismatchError as error:
             self._state.fail(error)
             return
-        if not header.flags & ASK:  # lookups may be prefetches
+        if not header.flags & LOOKUP:  # lookups may be prefetches
             member.step = max(member.step, header.step)
         member.wait_s += wait_ns / 1e9 if header.step else 0  # not in the first step, before which graphs are built
         if answers:

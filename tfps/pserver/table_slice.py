@@ -21,11 +21,11 @@ from tfps.membership.view import RankSets, View
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
 from tfps.tables import files
 from tfps.tables.messages import decode_ids, decode_push, encode_some
-from tfps.tables.rounds import Answers, Applied, Asked, Rounds, Rows
+from tfps.tables.rounds import Answers, Applied, OpenLookup, Rounds, Rows
 from tfps.tables.spec import TableSpec
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import ASK, EMPTY, LAST, WHOLE
+from tfps.wire.frames import EMPTY, LAST, LOOKUP, WHOLE
 
 _NOTHING = memoryview(b"")
 _LOOK_S = 0.5  # between looks whether the job has failed
@@ -60,13 +60,13 @@ class TableSlice(OwnedSlice):
                 raise ProtocolError(f"rows of {self.label} must come in frames, got {push.target.place}")
             self._arrived(push, now_ns)
             last = bool(header.flags & LAST)
-            if header.flags & ASK:
+            if header.flags & LOOKUP:
                 ids, size = decode_ids(push.payload)
-                if size != len(push.payload) or header.flags & ~(ASK | LAST | EMPTY):
+                if size != len(push.payload) or header.flags & ~(LOOKUP | LAST | EMPTY):
                     size = len(push.payload)
                     raise ProtocolError(f"rows of {self.label} must be asked for by ids alone, got {size} bytes")
-                asked = Asked(push.rank, header, ids, now_ns)
-                return self._frames(self.rounds.ask(asked, trains=not header.flags & EMPTY, complete=last)), 0
+                lookup = OpenLookup(push.rank, header, ids, now_ns)
+                return self._frames(self.rounds.lookup(lookup, trains=not header.flags & EMPTY, complete=last)), 0
             part = decode_push(push.payload, self.table.spec.dim, self._codec)
             late_ns = self.rounds.late_ns(header.step, now_ns) if last else 0
             return self._frames(self.rounds.add(push.rank, header, part, now_ns, last=last)), late_ns
@@ -78,10 +78,10 @@ class TableSlice(OwnedSlice):
         return frames
 
     def _of_rows(self, answer: Rows) -> Answer:
-        asked, rows, chosen, last = answer
-        push = Push(asked.rank, asked.header, _NOTHING)
-        if last and len(asked.ids):  # how long they have been held back
-            self._record(push, asked.came_ns, 4 * self.table.spec.dim * len(asked.ids), push.header.index, "held")
+        lookup, rows, chosen, last = answer
+        push = Push(lookup.rank, lookup.header, _NOTHING)
+        if last and len(lookup.ids):  # how long they have been held back
+            self._record(push, lookup.came_ns, 4 * self.table.spec.dim * len(lookup.ids), push.header.index, "held")
         data = rows.reshape(-1).view(np.uint8).data if chosen is None else memoryview(encode_some(chosen, rows))
         header = push.reply(LAST * last | WHOLE * (chosen is None))._replace(generation=1)
         return Answer((push.rank,), header, data)

@@ -23,7 +23,7 @@ from tfps.recovery.files import Saved
 from tfps.recovery.journal import Journal, Push, Replay, Snapshot, Wanted
 from tfps.recovery.latest import Latest
 from tfps.recovery.machine import Broken, Effect, End, Event, Phase, Recovery, lacks
-from tfps.recovery.rows import Asked, RowsLatest, RowsReplay
+from tfps.recovery.rows import OpenLookup, RowsLatest, RowsReplay
 from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
@@ -70,9 +70,9 @@ class ElasticBucket:
     unrecoverable: bool = False  # nobody has what pservers kept
     # Of a table:
     saving: Worker | None = None  # that has pservers write a snapshot: pushes wait for it
-    asks: list[Asked] = field(default_factory=list)  # that have not been answered
+    lookups: list[OpenLookup] = field(default_factory=list)  # that have not been answered
     needs_replay: bool = False  # lookups wait until pushes have been given again
-    asked: int = -1  # the latest step that has asked for rows to train them,
+    last_lookup: int = -1  # the latest step that has looked up rows to train them,
     begun: int = -1  # and when pservers changed last
     step_offset: int = 0  # by how much pservers count more steps, in other modes than "sync"
 
@@ -255,8 +255,8 @@ class Core:
         """Answers what the worker that there is now does not."""
         for bucket in list(self.buckets):
             with bucket.lock:
-                waiting = [each.on_reply for each in bucket.pushes] + [each.on_reply for each in bucket.asks]
+                waiting = [each.on_reply for each in bucket.pushes] + [each.on_reply for each in bucket.lookups]
                 bucket.pushes.clear()
-                bucket.asks.clear()
+                bucket.lookups.clear()
             for on_reply in waiting:
                 on_reply(Reply(error=error))

@@ -258,7 +258,7 @@ class Reconfiguration:
                     journal.files.read(each.folder, new.tables.load(journal.files.load(each.step, each.folder)))
                 for write in journal.resume(each, tuple(decision.ranks), bucket.pushes):
                     new.state.write(number, *write)
-            bucket.begun = bucket.asked
+            bucket.begun = bucket.last_lookup
 
     def _to_replay(self) -> frozenset[int]:
         """The buckets of which pushes are given again, which wait from now on. Caller holds the core's lock."""
@@ -284,7 +284,7 @@ class Reconfiguration:
                     except LATER:
                         if not core.is_lost(new):
                             raise
-                    self._tables.give_asks(number, new)
+                    self._tables.give_lookups(number, new)
         if core.is_joining:
             return
         names = f"{'pserver' if len(new.addresses) == 1 else 'pservers'} {', '.join(new.addresses)}"
@@ -300,14 +300,14 @@ class Reconfiguration:
             worker = core.worker
             if core.recovery.session != session or bucket.worker is not worker or core.over:
                 return  # the next one gets all
-            if bucket.pushes or bucket.asks:
+            if bucket.pushes or bucket.lookups:
                 core.check_there(number)
             if (replay := bucket.replay) is not None and replay.idle:
                 self._pushing.give(number, worker, replay.next)
             if replay is not None and not (replay.all_given and replay.replies >= bucket.replies):
                 return
             bucket.needs_replay = False
-            self._tables.give_asks(number, worker)
+            self._tables.give_lookups(number, worker)
         core.deliver(machine.CaughtUp(session, number))
 
     def _drop(self, effect: machine.Drop) -> None:

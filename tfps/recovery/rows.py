@@ -33,7 +33,7 @@ class RowsPush(Push):
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
+class OpenLookup:
     """A lookup that has not been answered."""
 
     request: Lookup

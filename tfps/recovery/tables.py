@@ -17,7 +17,7 @@ from tfps.exchange.requests import Assign, Load, Lookup, R, RowUpdate, Save, Sav
 from tfps.recovery.core import Core, saved_by
 from tfps.recovery.journal import Push
 from tfps.recovery.pushing import Pushing
-from tfps.recovery.rows import Asked, RowsPush
+from tfps.recovery.rows import OpenLookup, RowsPush
 from tfps.worker.worker import Worker
 
 _T = TypeVar("_T")
@@ -31,41 +31,41 @@ class ElasticTables:
         self._core, self._pushing = core, pushing
 
     def lookup(self, request: Lookup, on_reply: OnReply) -> None:
-        bucket, asked = declared(self._core.buckets, request.table), Asked(request, on_reply)
+        bucket, lookup = declared(self._core.buckets, request.table), OpenLookup(request, on_reply)
         with bucket.lock:
             # Under the lock: either this sees the end, or the end sees this.
             if (end := self._core.failures.end) is None:
                 self._core.check_there(request.table)
-                bucket.asks.append(asked)
+                bucket.lookups.append(lookup)
                 if bucket.worker is not None and not bucket.needs_replay:
-                    self._give(bucket.worker, asked)
+                    self._give(bucket.worker, lookup)
         if end is not None:
             on_reply(Reply(error=end))
 
-    def _give(self, worker: Worker, asked: Asked) -> None:
+    def _give(self, worker: Worker, lookup: OpenLookup) -> None:
         """Gives a lookup to `worker`. Caller holds the bucket's lock."""
-        request = asked.request
-        bucket, asked.worker = self._core.buckets[request.table], worker
-        bucket.asked = max(bucket.asked, request.step if request.trains else -1)
+        request = lookup.request
+        bucket, lookup.worker = self._core.buckets[request.table], worker
+        bucket.last_lookup = max(bucket.last_lookup, request.step if request.trains else -1)
         # Of a step that had begun with other pservers these do not know all that was asked for.
         own = replace(request, complete=request.complete and request.step > bucket.begun)
-        worker.tables.lookup(later(own, bucket.step_offset), functools.partial(self._take_rows, worker, asked))
+        worker.tables.lookup(later(own, bucket.step_offset), functools.partial(self._take_rows, worker, lookup))
 
-    def give_asks(self, number: int, worker: Worker) -> None:
-        for asked in list(self._core.buckets[number].asks):
-            if asked.worker is not worker:
-                self._give(worker, asked)
+    def give_lookups(self, number: int, worker: Worker) -> None:
+        for lookup in list(self._core.buckets[number].lookups):
+            if lookup.worker is not worker:
+                self._give(worker, lookup)
 
-    def _take_rows(self, worker: Worker, asked: Asked, reply: Reply) -> None:
+    def _take_rows(self, worker: Worker, lookup: OpenLookup, reply: Reply) -> None:
         """Takes an answer, unless another worker will be asked."""
-        bucket = self._core.buckets[asked.request.table]
+        bucket = self._core.buckets[lookup.request.table]
         with bucket.lock:
             if bucket.worker is not worker or (reply.error is not None and self._core.goes_on(reply.error)):
                 return
-            if asked not in bucket.asks:
+            if lookup not in bucket.lookups:
                 return
-            bucket.asks.remove(asked)
-        asked.on_reply(reply)
+            bucket.lookups.remove(lookup)
+        lookup.on_reply(reply)
 
     def prefetch(self, request: Lookup) -> Wait | None:
         bucket = declared(self._core.buckets, request.table)
@@ -81,10 +81,10 @@ class ElasticTables:
         bucket = self._core.buckets[request.table]
         with bucket.lock:
             if bucket.worker is worker and self._core.failures.end is None:
-                asked = Asked(request, on_reply, worker)
-                bucket.asks.append(asked)
-                bucket.asked = max(bucket.asked, request.step)
-                wait(functools.partial(self._take_rows, worker, asked))
+                lookup = OpenLookup(request, on_reply, worker)
+                bucket.lookups.append(lookup)
+                bucket.last_lookup = max(bucket.last_lookup, request.step)
+                wait(functools.partial(self._take_rows, worker, lookup))
                 return
         self.lookup(request, on_reply)
 

@@ -31,11 +31,11 @@ _MOST_AHEAD = 100  # steps that a rank may be ahead of those that have been appl
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
-    """Rows that a rank has asked for and not got, or not all of them."""
+class OpenLookup:
+    """A lookup of a rank that has not got all its rows yet."""
 
     rank: int
-    header: Header  # of its question
+    header: Header  # of its frame
     ids: Ids
     came_ns: int
     left: NDArray[np.bool_] | None = None  # which it has not got; None: all
@@ -61,9 +61,9 @@ class Added:
 
 
 class Rows(NamedTuple):
-    """Answers a question, or a part of it."""
+    """Answers a lookup, or a part of it."""
 
-    asked: Asked
+    lookup: OpenLookup
     rows: Floats  # of the ids that are chosen
     chosen: NDArray[np.bool_] | None  # None: all
     last: bool
@@ -84,7 +84,7 @@ class _Step:
     """What is known of a step that has not been applied, by rank."""
 
     added: dict[int, Added] = field(default_factory=dict)
-    asked: dict[int, list[Ids]] = field(default_factory=dict)  # rows that it may have gradients of
+    looked_up: dict[int, list[Ids]] = field(default_factory=dict)  # rows that it may have gradients of
     complete: dict[int, int] = field(default_factory=dict)  # who asks for no more, in which attempt at the step
 
     @property
@@ -113,22 +113,22 @@ class Rounds:
         self.held = 0  # by so many nothing is applied
         self.restoring = False  # nor is anything read
         self._steps: dict[int, _Step] = {}  # that have begun
-        self._waiting: list[Asked] = []
+        self._waiting: list[OpenLookup] = []
 
-    def ask(self, asked: Asked, *, trains: bool, complete: bool) -> Answers:
+    def lookup(self, lookup: OpenLookup, *, trains: bool, complete: bool) -> Answers:
         """A rank looks up rows."""
-        header, rank = asked.header, asked.rank
-        self.table.spec.check(asked.ids)
+        header, rank = lookup.header, lookup.rank
+        self.table.spec.check(lookup.ids)
         self._check_step(rank, header.step)
-        self.traffic.asked_rows += len(asked.ids)
+        self.traffic.asked_rows += len(lookup.ids)
         if trains:
             begun = self._steps.setdefault(header.step, _Step())
-            begun.asked.setdefault(rank, []).append(asked.ids)
+            begun.looked_up.setdefault(rank, []).append(lookup.ids)
             if complete:
                 begun.complete[rank] = header.generation
         if self._is_current(rank, header.step):
-            return [*self._early(), self._rest(asked)]
-        self._waiting.append(asked)
+            return [*self._early(), self._rest(lookup)]
+        self._waiting.append(lookup)
         return self._early()
 
     def add(self, rank: int, header: Header, part: PushedRows, now_ns: int, *, last: bool) -> Answers:
@@ -139,7 +139,7 @@ class Rounds:
         if added.header is not None or self.is_applied(rank, step + 1):
             raise ProtocolError(f"rank {rank} must push step {step} of {self.table.label} once")
         spec.check(part.ids)
-        self._check_asked(self._steps[step], rank, part.ids)
+        self._check_looked_up(self._steps[step], rank, part.ids)
         added.scalars = part.scalars
         if len(part.ids):
             added.ids.append(part.ids)
@@ -216,11 +216,11 @@ class Rounds:
         if step > most:
             raise ProtocolError(f"step of {self.table.label} must be at most {most}, got {step} of rank {rank}")
 
-    def _check_asked(self, step: _Step, rank: int, ids: Ids) -> None:
+    def _check_looked_up(self, step: _Step, rank: int, ids: Ids) -> None:
         """Checks that a rank that has said which rows it may have gradients of has no others."""
-        if rank not in step.complete or any(np.array_equal(ids, asked) for asked in step.asked[rank]):
+        if rank not in step.complete or any(np.array_equal(ids, own) for own in step.looked_up[rank]):
             return
-        others = np.setdiff1d(ids, np.concatenate(step.asked[rank]), assume_unique=True)
+        others = np.setdiff1d(ids, np.concatenate(step.looked_up[rank]), assume_unique=True)
         if others.size:
             raise ProtocolError(
                 f"gradients of {self.table.label} must be of rows that were asked for in their step, got id "
@@ -245,7 +245,7 @@ class Rounds:
             return []
         if len({step.complete[rank] for rank in ranks}) > 1:  # some have begun it again, with other rows
             return []
-        touched, answers = [ids for each in step.asked.values() for ids in each], Answers()
+        touched, answers = [ids for each in step.looked_up.values() for ids in each], Answers()
         for each in [each for each in self._waiting if each.left is None and each.header.step == self.step + 1]:
             each.left = left = _are_among(each.ids, touched)
             self.traffic.early_rows += len(left) - int(left.sum())
@@ -256,14 +256,14 @@ class Rounds:
                 answers.append(self._rows(each, ~left, last=False))
         return answers
 
-    def _rest(self, asked: Asked) -> Rows:
+    def _rest(self, lookup: OpenLookup) -> Rows:
         """What a rank has not got of what it has asked for."""
-        left = asked.left
-        return self._rows(asked, left if left is not None and left.any() and not left.all() else None, last=True)
+        left = lookup.left
+        return self._rows(lookup, left if left is not None and left.any() and not left.all() else None, last=True)
 
-    def _rows(self, asked: Asked, chosen: NDArray[np.bool_] | None, *, last: bool) -> Rows:
-        ids = asked.ids if chosen is None else asked.ids[chosen]
-        return Rows(asked, self.table.lookup(ids), chosen, last)
+    def _rows(self, lookup: OpenLookup, chosen: NDArray[np.bool_] | None, *, last: bool) -> Rows:
+        ids = lookup.ids if chosen is None else lookup.ids[chosen]
+        return Rows(lookup, self.table.lookup(ids), chosen, last)
 
 
 class Apart(Rounds):
@@ -309,7 +309,7 @@ class Apart(Rounds):
         for number, step in list(self._steps.items()) if not self.held else ():
             for rank in step.whole:
                 added = step.added.pop(rank)
-                step.asked.pop(rank, None)
+                step.looked_up.pop(rank, None)
                 # Rows expire by the steps of the rank that is first.
                 self.step = max(self.step, number)
                 answers.append(self._apply([added], together=False))

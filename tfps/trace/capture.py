@@ -43,7 +43,7 @@ LANES: Mapping[Kind, str] = {
 ORDER: Mapping[str, int] = {kind: place for place, kind in enumerate(LANES)}
 _OF_TABLES: tuple[Kind, ...] = ("lookup", "held")
 NONE = -1  # a field that does not apply to a span
-FIRST_ASKED = 2**16  # of a table, the number of the first slice with ids that rows are asked for, and of its answers
+FIRST_LOOKUP = 2**16  # of a table, the number of the first slice with ids that rows are asked for, and of its answers
 
 
 class Span(NamedTuple):
@@ -181,13 +181,13 @@ class Capture:
             return next(view.title for one, view in self.changes if one is span)
         name = self.variable_name(span)
         if span.bucket in self.tables and span.kind not in _OF_TABLES:
-            what = "gradients" if not self.asks(span) else "ids" if span.kind in ("queued", "wire") else "rows"
+            what = "gradients" if not self.is_lookup(span) else "ids" if span.kind in ("queued", "wire") else "rows"
             return f"{span.kind} {what} of {name}"
         return f"{span.kind} {name}".rstrip()
 
-    def asks(self, span: Span) -> bool:
+    def is_lookup(self, span: Span) -> bool:
         """Whether it is of a table, and about rows that are asked for, not about gradients."""
-        return span.kind in _OF_TABLES or (span.bucket in self.tables and span.slice >= FIRST_ASKED)
+        return span.kind in _OF_TABLES or (span.bucket in self.tables and span.slice >= FIRST_LOOKUP)
 
     def variable_name(self, span: Span) -> str:
         """The variable's name, else the bucket's, else empty."""

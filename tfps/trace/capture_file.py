@@ -248,7 +248,7 @@ def _chains(capture: Capture) -> Iterator[list[int]]:
             messages[step, bucket, slice_, rank, owner].append(position)
     for (step, bucket, slice_, rank, owner), own in messages.items():
         chain = own
-        if not capture.asks(spans[own[0]]):
+        if not capture.is_lookup(spans[own[0]]):
             # The pieces of a gather are aggregated together, as are the gradients of a table.
             shared = sums[step, bucket, slice_, owner] + sums[step, bucket, NONE, owner]
             chain = [*own, *shared, *updates.get((step, bucket, rank), [])]

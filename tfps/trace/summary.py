@@ -207,7 +207,7 @@ class _Summarizer:
         whole: dict[tuple[int, ...], Interval] = {}
         for kind in ("queued", "wire", "reply_queued", "reply_wire"):
             for span in self._kinds[kind]:
-                own = len(whole) if self._capture.asks(span) else 0
+                own = len(whole) if self._capture.is_lookup(span) else 0
                 key = span.rank, span.step, span.bucket, span.slice, span.pserver, own
                 begin, end = whole.get(key, (span.begin_ns, span.end_ns))
                 whole[key] = min(begin, span.begin_ns), max(end, span.end_ns)
@@ -289,7 +289,7 @@ class _Summarizer:
                 if span.step in steps and span.kind == "held":
                     held.append(span.duration_ns)
                 elif span.step in steps:
-                    nbytes[span.kind, self._capture.asks(span)] += max(span.nbytes, 0)
+                    nbytes[span.kind, self._capture.is_lookup(span)] += max(span.nbytes, 0)
             yield TableUse(
                 self._capture.buckets[bucket].name,
                 waits,

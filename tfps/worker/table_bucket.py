@@ -23,13 +23,13 @@ from tfps.exchange.requests import Ids, Lookup, RowUpdate
 from tfps.membership.view import View
 from tfps.tables.messages import decode_rows, decode_some, encode_ids, encode_push, rows_of_frame
 from tfps.tables.spec import TableSpec
-from tfps.wire.frames import ASK, EMPTY, LAST, WHOLE, Header, Kind
+from tfps.wire.frames import EMPTY, LAST, LOOKUP, WHOLE, Header, Kind
 from tfps.wire.send_queue import Outgoing
 from tfps.wire.shared_memory import Place, aligned_empty
 from tfps.worker.bucket import Incoming, Push, PushedBucket
 
-FIRST_ASKED = 2**16  # the index of a frame that asks for rows; those with gradients count from 0
-_MOST_ASKED = 2**30  # then they begin anew
+FIRST_LOOKUP = 2**16  # the index of a frame that asks for rows; those with gradients count from 0
+_MOST_LOOKUPS = 2**30  # then they begin anew
 _NO_ROWS = np.empty(0, np.uint8)
 
 Frames = list[tuple[int, Outgoing]]  # each with the pserver that it goes to
@@ -90,11 +90,11 @@ class TableBucket(PushedBucket):
         dim, ids, step, attempt = self.table.dim, request.ids, request.step, request.attempt % 2**16
         rows = aligned_empty(4 * dim * len(ids)).view(np.float32).reshape(len(ids), dim)
         found, frames = LookedUp(self, step, failures, rows), Frames()
-        flags = ASK | (0 if request.trains else EMPTY)
+        flags = LOOKUP | (0 if request.trains else EMPTY)
         for pserver, _, own, last in self._pieces(ids):
             if not len(own) and not request.complete:
                 continue  # only all owners together must know that it is complete
-            index = FIRST_ASKED + next(self._indices) % _MOST_ASKED
+            index = FIRST_LOOKUP + next(self._indices) % _MOST_LOOKUPS
             self._frames[index] = _Frame(found, pserver, own)
             found.left += 1
             own_flags, payload = flags | (last if request.complete else 0), memoryview(encode_ids(ids[own]))
@@ -169,7 +169,7 @@ class TableBucket(PushedBucket):
     ) -> tuple[OnReply, Reply] | None:
         """Takes a frame; returns who gets a reply now, and which."""
         with self.lock:
-            if header.index < FIRST_ASKED:
+            if header.index < FIRST_LOOKUP:
                 return self._applied(pserver, header, ranks)
             frame = self._frames.get(header.index)
             if frame is None or frame.pserver != pserver or frame.rows.step != header.step:

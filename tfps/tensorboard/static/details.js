@@ -53,7 +53,7 @@ function heading(timeline) {
   const bucket = trace.bucket[selected];
   if (bucket < 0) return `${KIND_WORDS[trace.kindOf(selected)]}, step ${trace.step[selected]}`;
   const slice = trace.slice[selected];
-  const what = trace.tables.has(bucket) ? trace.asks(selected) ? "rows asked for" : "gradients of rows"
+  const what = trace.tables.has(bucket) ? trace.isLookup(selected) ? "rows asked for" : "gradients of rows"
     : slice < 0 ? `bucket ${bucket}` : `slice ${bucket}/${slice}`;
   return `${what} in step ${trace.step[selected]}: ${trace.buckets[bucket].name} (priority ${trace.buckets[bucket].priority})`;
 }
@@ -70,7 +70,7 @@ function stepButtons(timeline) {
 function same(trace, span, by) {
   // Whom a sum waits for differs, and questions for rows are numbered anew in each step.
   const fields = ["kind", "bucket", "slice", "variable", "rank", "pserver"].filter((name) =>
-    !(name === "rank" && trace.kindOf(span) === "aggregate") && !(name === "slice" && trace.asks(span)));
+    !(name === "rank" && trace.kindOf(span) === "aggregate") && !(name === "slice" && trace.isLookup(span)));
   for (let other = span + by; other >= 0 && other < trace.count; other += by) {
     if (trace.step[other] === trace.step[span] + by && fields.every((name) => trace[name][other] === trace[name][span])) return other;
   }

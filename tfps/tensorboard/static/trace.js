@@ -5,7 +5,7 @@ const NUMBERS = ["step", "bucket", "slice", "variable", "priority", "nbytes", "r
 const LANES = ["view", "steps", "compute", "gates", "input", "gradients", "queue", "to pserver", "updates", "rows",
   "aggregate", "reply queue", "to worker"];
 const OF_TABLES = ["lookup", "held"];
-const FIRST_ASKED = 65536; // of a table, the first slice with ids that rows are asked for; below it are gradients
+const FIRST_LOOKUP = 65536; // of a table, the first slice with ids that rows are asked for; below it are gradients
 
 export class Trace {
   /** @param content what docs/trace_format.md says of the first line. */
@@ -58,8 +58,8 @@ export class Trace {
   }
 
   /** Whether a span is of a table, and about rows that are asked for, not about gradients. */
-  asks(span) {
-    return OF_TABLES.includes(this.kindOf(span)) || (this.tables.has(this.bucket[span]) && this.slice[span] >= FIRST_ASKED);
+  isLookup(span) {
+    return OF_TABLES.includes(this.kindOf(span)) || (this.tables.has(this.bucket[span]) && this.slice[span] >= FIRST_LOOKUP);
   }
 
   /** What a span is about: a variable or bucket and its slice, or which part of a table. */
@@ -67,7 +67,7 @@ export class Trace {
     const name = this.variableOf(span);
     if (OF_TABLES.includes(this.kindOf(span))) return name;
     if (!this.tables.has(this.bucket[span])) return name + (this.slice[span] >= 0 ? ` [${this.slice[span]}]` : "");
-    const what = !this.asks(span) ? "gradients" : ["queued", "wire"].includes(this.kindOf(span)) ? "ids" : "rows";
+    const what = !this.isLookup(span) ? "gradients" : ["queued", "wire"].includes(this.kindOf(span)) ? "ids" : "rows";
     return `${what} of ${name}`;
   }
 
@@ -94,13 +94,13 @@ export class Trace {
     const [step, bucket, slice] = [this.step[span], this.bucket[span], this.slice[span]];
     if (bucket < 0) return [span];
     const computing = new Set(["forward", "backward"]);
-    const [isTable, asks] = [this.tables.has(bucket), this.asks(span)];
+    const [isTable, asks] = [this.tables.has(bucket), this.isLookup(span)];
     const differ = (other, name) => this[name][span] >= 0 && this[name][other] >= 0 && this[name][other] !== this[name][span];
     const found = [];
     for (let other = 0; other < this.count; other++) {
       if (this.step[other] !== step || this.bucket[other] !== bucket) continue;
       if (slice >= 0 && this.slice[other] >= 0 && this.slice[other] !== slice) continue;
-      if (isTable && (this.asks(other) !== asks || differ(other, "pserver") || (asks && differ(other, "rank")))) continue;
+      if (isTable && (this.isLookup(other) !== asks || differ(other, "pserver") || (asks && differ(other, "rank")))) continue;
       if (!computing.has(this.kindOf(other))) found.push(other);
     }
     return found.length ? found : [span];
