@@ -192,7 +192,7 @@ class Worker:
         opening = Opening(self.config.transport, self._when)
         for index, joined in enumerate(self.client.join(job, workers, self._memory, deadline_s, resumed)):
             everybody = range(self.view.workers)
-            if joined.pending:
+            if joined.candidate:
                 self.joining.begin(joined.rank)
             pserver, queue = self._pservers[index], self._queues[index]
             path = opening.open(pserver, index, queue, joined.data_port, self.client.membership)
@@ -208,7 +208,7 @@ class Worker:
             )
             queue.heard()
             present = everybody if resumed is None else resumed.ranks
-            self.presence.joined(joined.present if joined.pending else present)
+            self.presence.joined(joined.present if joined.candidate else present)
             self._streams.append(WorkerStream(path, pserver.address, index, queue, incoming, self.fail, self._when))
             if joined.shared_memory:
                 self._memory.pservers.add(index)
