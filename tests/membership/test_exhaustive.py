@@ -434,7 +434,7 @@ class Search:
         ends = {frozen(self._by_bucket(world.workers[worker.rank])) for worker in left}
         assert len(ends) == 1, "all have seen the same"
         steps = {tuple(bucket.steps for bucket in worker.buckets) for worker in left}
-        assert len(steps) == 1, "all push what is torn again, or none"
+        assert len(steps) == 1, "all push again what has a partial reply, or none"
         self.repeated += next(iter(steps))[TOTAL] > sum(TOTAL in group for group in self.program)
         self.ends |= ends
 

@@ -32,22 +32,22 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_REJOIN_S", 1.0)
 
 
-def test_nobody_lacks_a_result_whose_giver_dies_while_it_gives_it(
+def test_nobody_lacks_a_result_whose_donor_dies_while_it_gives_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, repeat, deaf = Job(cluster), Pushes.repeat, deafening(monkeypatch)
+    job, redeliver, deaf = Job(cluster), Pushes.redeliver, deafening(monkeypatch)
     job.step()
     deaf(job.workers[2])
     pushed = job.begin(GRADIENT)
     known = [summed(pending.wait()).tobytes() for pending, _ in pushed[:2]]
 
-    def dies(pushes: Pushes, number: int, giver: int, result: Payload | None, on_reply: Argument) -> None:
+    def dies(pushes: Pushes, number: int, donor: int, result: Payload | None, on_reply: Argument) -> None:
         new = job.workers[0].core.next
-        if giver == 0 and new is not None and new.pushes is pushes:
+        if donor == 0 and new is not None and new.pushes is pushes:
             return new.close("it dies")
-        return repeat(pushes, number, giver, result, on_reply)
+        return redeliver(pushes, number, donor, result, on_reply)
 
-    monkeypatch.setattr(Pushes, "repeat", dies)
+    monkeypatch.setattr(Pushes, "redeliver", dies)
     monkeypatch.setattr(exchange, "MOST_CONNECT_S", 0.5)  # its own thread is not dead, and waits without end
     job.servers[1].stop(0)
     assert [summed(pushed[2][0].wait()).tobytes()] == known[1:]
@@ -89,7 +89,7 @@ def test_a_residual_that_is_collected_counts_once(
 def test_rounds_that_were_pushed_again_are_counted_alike_by_a_joining_worker(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker dies between two slices of a total, which is torn."""
+    """A worker dies between two slices of a total, whose reply is partial."""
     job, frames = Job(cluster), PushedBucket.frames
     job.step()
     doomed = job.workers[2].core.worker._buckets[TOTAL]

@@ -76,8 +76,8 @@ def _bucket(
     steps = [each.step for each in held]
     if min(steps) == step:
         return pb.BucketDecision(step=step)
-    giver = steps.index(step)
-    return pb.BucketDecision(step=step, giver=present[giver], last=held[giver].last or views[giver])
+    donor = steps.index(step)
+    return pb.BucketDecision(step=step, giver=present[donor], last=held[donor].last or views[donor])
 
 
 def _is_whole(held: Sequence[pb.Latest], present: Sequence[int], absent: Collection[int]) -> bool:

@@ -292,7 +292,7 @@ def packed(reply: Reply) -> Buffer:
 
 
 def unpacked(reply: Reply, decision: pb.BucketDecision) -> Reply:
-    """The reply that the `giver` has given."""
+    """The reply that the donor has given."""
     ranks = sorted(decision.last)
     if reply.parts is None:
         return Reply(sum=reply.sum, ranks=ranks)

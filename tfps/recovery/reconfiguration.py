@@ -330,7 +330,7 @@ class Reconfiguration:
 
         for number, result in results.items():
             own = packed(self._core.buckets[number].last) if result.giver == self._core.rank else None
-            new.pushes.repeat(number, result.giver, own, functools.partial(take, number))
+            new.pushes.redeliver(number, result.giver, own, functools.partial(take, number))
         for _ in results:
             if not came.acquire(timeout=self._core.config.step_timeout_s):
                 raise WaitTimeoutError("the last replies of other ranks have not come")

@@ -46,7 +46,7 @@ class Push:
     copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
     ranks: Collection[int] = ()  # whose pushes are in what has arrived
-    torn: bool = False  # whether some slices have other ranks' than others
+    partial: bool = False  # whether some slices have other ranks' than others
     without: dict[int, list[int]] = field(default_factory=dict)  # by rank: the slices that lack its push
 
 
@@ -191,7 +191,7 @@ class PushedBucket:
             if not push.copied:
                 push.ranks = ranks
             elif ranks != push.ranks:  # those of all slices, so that all workers know the same, whatever comes first
-                push.torn, push.ranks = True, tuple(rank for rank in push.ranks if rank in ranks)
+                push.partial, push.ranks = True, tuple(rank for rank in push.ranks if rank in ranks)
             push.copied.add(index)
             for rank in self.everybody.difference(ranks) if len(ranks) < len(self.everybody) else ():
                 push.without.setdefault(rank, []).append(index)
@@ -205,7 +205,7 @@ class PushedBucket:
         ranks = incoming.ranks(header)
         if (reply := self.take(incoming.pserver, push, header, payload, place, ranks)) is None:
             return
-        again = push.torn and self.is_atomic
+        again = push.partial and self.is_atomic
         with self.lock:
             if self.current is not push:
                 return  # already answered by a failure

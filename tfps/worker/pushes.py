@@ -74,16 +74,16 @@ class Pushes:
         if end is not None:
             push.on_reply(Reply(error=end))
 
-    def repeat(self, bucket: int, giver: int, result: Payload | None, on_reply: OnReply) -> None:
-        """Takes a step of `bucket` in which `giver` gives the `result` of a round to those that lack it.
+    def redeliver(self, bucket: int, donor: int, result: Payload | None, on_reply: OnReply) -> None:
+        """Takes a step of `bucket` in which `donor` gives the `result` of a round to those that lack it.
 
-        The reply is a PserverLostError on all ranks if `giver` was lost before it had given all.
+        The reply is a PserverLostError on all ranks if `donor` was lost before it had given all.
         """
         spec = self.buckets[bucket].spec
 
         def take(reply: Reply) -> None:
-            if reply.error is None and (giver in push.without or giver not in reply.ranks):
-                text = f"rank {giver} was lost while it gave others the last result of '{spec.name}'"
+            if reply.error is None and (donor in push.without or donor not in reply.ranks):
+                text = f"rank {donor} was lost while it gave others the last result of '{spec.name}'"
                 reply = Reply(error=PserverLostError(text))
             on_reply(reply)
 
