@@ -26,7 +26,7 @@ import training
 from jobs import poll
 
 import tfps
-from tfps.input.lockstep import IteratorProgress, Lockstep
+from tfps.input.batch_agreement import BatchAgreement, IteratorProgress
 from tfps.recovery.pushing import Pushing
 from tfps.types import Argument, Json
 from tfps.worker.bucket import Push, PushedBucket
@@ -74,10 +74,12 @@ class Story(keras.callbacks.Callback):
 def note(folder: Path, rank: int, number: int) -> None:
     """From now on writes down who divides each batch, and whose pushes are in each slice of a gradient."""
     notes = (folder / f"rank{rank}-{number}.jsonl").open("a", buffering=1)  # a line is safe once it is written
-    verdict, take = Lockstep._verdict, PushedBucket.take
+    decision, take = BatchAgreement._decision, PushedBucket.take
 
-    def noted_verdict(self: Lockstep, progress: Argument, position: int, codes: Argument, ranks: Argument) -> Argument:
-        found = verdict(self, progress, position, codes, ranks)
+    def noted_decision(
+        self: BatchAgreement, progress: Argument, position: int, codes: Argument, ranks: Argument
+    ) -> Argument:
+        found = decision(self, progress, position, codes, ranks)
         pending = self.runtime.exchange.joining.pending
         is_one = position < STEPS  # a rank that has left an epoch does not deny that it has one batch more
         if found.all_have and is_one and not pending:  # what a joining worker tries out is its own business
@@ -101,25 +103,25 @@ def note(folder: Path, rank: int, number: int) -> None:
 
     came: dict[tuple[int, int], list[str]] = defaultdict(list)
     take_reply = Pushing._take
-    Lockstep._verdict = noted_verdict  # type: ignore[method-assign]
+    BatchAgreement._decision = noted_decision  # type: ignore[method-assign]
     PushedBucket.take = noted_take  # type: ignore[method-assign,assignment]
     Pushing._take = noted_reply  # type: ignore[method-assign]
 
 
 def end_late() -> None:
     """The end of the first epoch's data is known only when somebody waits for it, as on a busy machine."""
-    ended, settle, waits, once = IteratorProgress.ended, Lockstep.settle, threading.Event(), iter([True])
+    ended, settle, waits, once = IteratorProgress.ended, BatchAgreement.settle, threading.Event(), iter([True])
 
     def late(self: IteratorProgress, error: str) -> None:
         if next(once, False):
             waits.wait(25.0)
         ended(self, error)
 
-    def noted(self: Lockstep, timeout_s: float) -> bool:
+    def noted(self: BatchAgreement, timeout_s: float) -> bool:
         waits.set()
         return settle(self, timeout_s)
 
-    IteratorProgress.ended, Lockstep.settle = late, noted  # type: ignore[method-assign]
+    IteratorProgress.ended, BatchAgreement.settle = late, noted  # type: ignore[method-assign]
 
 
 def cut(folder: Path) -> None:

@@ -25,7 +25,7 @@ from jobs import poll
 
 import tfps
 from tfps.input import datasets
-from tfps.input.lockstep import Lockstep
+from tfps.input.batch_agreement import BatchAgreement
 from tfps.recovery.exchange import ElasticExchange
 from tfps.types import Argument, Model
 from tfps.worker.worker import Worker
@@ -222,15 +222,15 @@ class Counting(Batches):
 
 def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
     divided: list[tuple[int, ...]] = []  # who divides each batch
-    original = Lockstep._verdict
+    original = BatchAgreement._decision
 
-    def verdict(self: Lockstep, progress: Argument, position: int, codes: Argument, ranks: Argument) -> Argument:
+    def decision(self: BatchAgreement, progress: Argument, position: int, codes: Argument, ranks: Argument) -> Argument:
         found = original(self, progress, position, codes, ranks)
         if found.all_have:
             divided.append(tuple(ranks))
         return found
 
-    Lockstep._verdict = verdict  # type: ignore[method-assign]
+    BatchAgreement._decision = decision  # type: ignore[method-assign]
     callback = faults.fail_at(*fault) if fault else None
     strategy = tfps.Strategy(devices=DEVICES)
     with strategy.scope():

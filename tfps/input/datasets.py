@@ -70,8 +70,8 @@ class _Staged:
             )
         if self.staging.closed or not tf.executing_eagerly():
             iterator = super().__iter__()  # type: ignore[misc]
-            lockstep = None if self.staging.closed else self.staging.lockstep
-            return iterator if lockstep is None else LoopIterator(iterator, self.staging, lockstep)
+            agreement = None if self.staging.closed else self.staging.agreement
+            return iterator if agreement is None else LoopIterator(iterator, self.staging, agreement)
         extended, replicas = self._strategy.extended, len(self.staging.devices)
         whole = self.whole if extended.hands_out else None
         sources = self.sources if whole is None else whole()

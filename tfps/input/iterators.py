@@ -15,7 +15,7 @@ from tfps.errors import UnsupportedError, from_text
 from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.tf_private import CompositeTensor, distribute_utils, ops, values
-from tfps.input.lockstep import CLOSED, IteratorProgress, Lockstep, Request
+from tfps.input.batch_agreement import CLOSED, BatchAgreement, IteratorProgress, Request
 from tfps.input.staging import END, GO, TOKEN, Feed, Stage, Staging, stagings
 from tfps.types import Batches, Structure
 
@@ -139,7 +139,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
                 "next(iterator) must be called outside of the replica function: "
                 "strategy.run(replica_fn, args=(next(iterator),))"
             )
-        lockstep = self._spec.staging.lockstep
+        agreement = self._spec.staging.agreement
         with tf.device(HOST):
             if tf.executing_eagerly():
                 if self._feed is None:
@@ -147,8 +147,8 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
                 self._feed.start()
                 spans = self._spec.staging.spans
                 begin = spans.now()
-                if lockstep is not None:
-                    lockstep.request_eagerly(self._feed.number)
+                if agreement is not None:
+                    agreement.request_eagerly(self._feed.number)
                 key, text, _ = self._dequeued()
                 if spans.recorder.enabled:
                     spans.input(begin)
@@ -156,7 +156,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
                     words = text.numpy().decode()
                     raise from_text(words) or tf.errors.InvalidArgumentError(None, None, words)
                 return key
-            asked = [] if lockstep is None else [Request(lockstep, ops.get_default_graph()).send(self._number)]
+            asked = [] if agreement is None else [Request(agreement, ops.get_default_graph()).send(self._number)]
             with tf.control_dependencies(asked):
                 key, text, rows = self._dequeued()
             key.set_shape([])
@@ -182,8 +182,8 @@ class Loop(Request):
     ahead, so the ranks agree on each one when it is read: a round trip per training batch.
     """
 
-    def __init__(self, lockstep: Lockstep) -> None:
-        super().__init__(lockstep, ops.get_default_graph())
+    def __init__(self, agreement: BatchAgreement) -> None:
+        super().__init__(agreement, ops.get_default_graph())
         self._progress: IteratorProgress | None = None  # of this run; pump thread only
         with tf.init_scope(), tf.device(HOST):
             # Whether to use the batch, an error, the rows of the batch summed over all workers.
@@ -211,7 +211,7 @@ class Loop(Request):
                 progress.staged(progress.asked, progress.asked)
             else:
                 progress.ended("")
-            self.lockstep.request(self._number, self.trains(), eager=False)
+            self.agreement.request(self._number, self.trains(), eager=False)
 
     def _begin(self) -> None:
         if self._progress is not None:
@@ -220,7 +220,7 @@ class Loop(Request):
             while int(self._answers.size()):  # left from a stopped run
                 self._answers.dequeue()
         self._number = next(_numbers)
-        self._progress = self.lockstep.follow(self._number, None, self._answer, knows_end=False)
+        self._progress = self.agreement.follow(self._number, None, self._answer, knows_end=False)
 
     def _answer(self, key: int | None, error: str, rows: int, ranks: Sequence[int]) -> None:
         with tf.init_scope(), tf.device(HOST):
@@ -230,8 +230,8 @@ class Loop(Request):
 class LoopIterator:
     """Wraps TensorFlow's iterator inside a function; several workers agree on each batch."""
 
-    def __init__(self, iterator: Batches, staging: Staging, lockstep: Lockstep) -> None:
-        self._iterator, self._staging, self._loop = iterator, staging, Loop(lockstep)
+    def __init__(self, iterator: Batches, staging: Staging, agreement: BatchAgreement) -> None:
+        self._iterator, self._staging, self._loop = iterator, staging, Loop(agreement)
         self._loop.send(tf.constant(_BEGINS, tf.int64))
 
     def __iter__(self) -> LoopIterator:

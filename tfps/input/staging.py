@@ -1,6 +1,6 @@
 """The double buffer: a thread copies batches to the devices ahead of the steps that use them.
 
-One area (MapStage) per device holds batches by key; a small queue per iterator holds the keys in order.
+One staging buffer (MapStage) per device holds batches by key; a small queue per iterator holds the keys in order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
 from tfps.graph.tf_private import eagerly
+from tfps.input.batch_agreement import BatchAgreement, IteratorProgress
 from tfps.input.batch_digests import NOTHING, BatchDigests, of_own
 from tfps.input.caches import advice
-from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.keras_hooks.generators import View
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Function, Structure, Value
@@ -42,35 +42,35 @@ Cut = Callable[[Structure, Sequence[int]], Group]  # this worker's part of a bat
 
 
 class Stage:
-    """Stores batches of one structure, one per local replica, as flat tensors in areas."""
+    """Stores batches of one structure, one per local replica, as flat tensors in buffers."""
 
     def __init__(self, staging: Staging, element_spec: Structure, *, on_devices: bool = True) -> None:
         self._spec, self._flat = element_spec, tf.nest.flatten(element_spec, expand_composites=True)
-        self._areas: list[list[tuple[Function, list[int]]]] = [[] for _ in staging.devices]
+        self._buffers: list[list[tuple[Function, list[int]]]] = [[] for _ in staging.devices]
         for on_host in (False, True):
             indices = [index for index, spec in enumerate(self._flat) if (spec.dtype in _HOST_ONLY) == on_host]
             dtypes = tuple(self._flat[index].dtype for index in indices)
             for replica, device in enumerate(staging.devices if indices else ()):
-                area = staging.area(replica, dtypes, device if on_devices and not on_host else HOST)
-                self._areas[replica].append((area, indices))
+                buffer = staging.buffer(replica, dtypes, device if on_devices and not on_host else HOST)
+                self._buffers[replica].append((buffer, indices))
 
     def put(self, key: int, batches: Sequence[Structure]) -> None:
         """Stages `batches`, one per replica, eagerly."""
         with tf.device(HOST):
             number = tf.constant(key, tf.int64)
-        for batch, areas in zip(batches, self._areas, strict=True):
+        for batch, buffers in zip(batches, self._buffers, strict=True):
             flat = [each for each in tf.nest.flatten(batch, expand_composites=True) if each is not None]
-            for area, indices in areas:
+            for buffer, indices in buffers:
                 own = [flat[index] for index in indices]
-                area(tf.raw_ops.MapStage, key=number, indices=list(range(len(own))), values=own)
+                buffer(tf.raw_ops.MapStage, key=number, indices=list(range(len(own))), values=own)
 
     def take(self, key: tf.Tensor) -> list[Structure]:
         """Returns the batches of `key`, one per replica. Works eagerly and in graphs."""
         batches = []
-        for areas in self._areas:
+        for buffers in self._buffers:
             flat: list[tf.Tensor] = [None] * len(self._flat)
-            for area, indices in areas:
-                taken = area(tf.raw_ops.MapUnstage, key=key, indices=list(range(len(indices))))
+            for buffer, indices in buffers:
+                taken = buffer(tf.raw_ops.MapUnstage, key=key, indices=list(range(len(indices))))
                 for index, tensor in zip(indices, taken, strict=True):
                     tensor.set_shape(self._flat[index].shape)
                     flat[index] = tensor
@@ -96,15 +96,17 @@ class Staging:
         self.changes = last_batch is not None and last_batch.changes  # whether the number of workers may change
         self.closed, self.check_every = False, check_every
         self.prefetch: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each that is staged
-        self.lockstep: Lockstep | None = None  # strategies of one runtime share it: they announce batches in one order
+        self.agreement: BatchAgreement | None = (
+            None  # strategies of one runtime share it: they announce batches in one order
+        )
         if self.workers > 1 and together:
-            self.lockstep = runtime.shared(Lockstep, lambda: Lockstep(runtime))
+            self.agreement = runtime.shared(BatchAgreement, lambda: BatchAgreement(runtime))
         self.epochs = _epochs.setdefault(runtime, itertools.count())  # that are handed out: the same on all ranks
         self.keys = itertools.count()
         self.read: deque[int] = deque()  # digests of batches that steps took without an announcement, since last asked
         self.number = next(_numbers)
         stagings[self.number] = self
-        self._areas: dict[tuple[int, tuple[tf.DType, ...], str], Function] = {}
+        self._buffers: dict[tuple[int, tuple[tf.DType, ...], str], Function] = {}
         self._lock = threading.RLock()  # guards both; reentrant: the garbage collector may call close anywhere
         self._running: Counter[Feed] = Counter()  # how many, the thread and calls of `stop`, may remove its batches
         with tf.init_scope(), tf.device(HOST):
@@ -112,21 +114,21 @@ class Staging:
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
             self.ended.close()
 
-    def area(self, replica: int, dtypes: tuple[tf.DType, ...], device: str) -> Function:
+    def buffer(self, replica: int, dtypes: tuple[tf.DType, ...], device: str) -> Function:
         """Returns what runs one of MapStage's ops, eagerly or in a graph, on lists of tensors in `device`'s memory."""
         with self._lock:
-            name = f"tfps_stage_{self.number}_{len(self._areas)}"
+            name = f"tfps_stage_{self.number}_{len(self._buffers)}"
 
             def run(op: Function, **inputs: Argument) -> Value:
                 with tf.device(device):
                     return op(**inputs, dtypes=list(dtypes), shared_name=name)
 
-            return self._areas.setdefault((replica, dtypes, device), run)
+            return self._buffers.setdefault((replica, dtypes, device), run)
 
     def staged(self) -> int:
-        """Returns the number of tensor lists in all areas."""
+        """Returns the number of tensor lists in all buffers."""
         with self._lock, tf.init_scope():
-            return sum(int(area(tf.raw_ops.MapSize)) for area in self._areas.values())
+            return sum(int(buffer(tf.raw_ops.MapSize)) for buffer in self._buffers.values())
 
     def no_batch(self) -> tf.Tensor:
         """Returns the result (int64 scalar) of an op that fails like the end of data."""
@@ -152,8 +154,8 @@ class Staging:
         with self._lock, tf.init_scope():
             self._running -= Counter([feed])
             if not self._running and not self.closed:
-                for area in self._areas.values():
-                    area(tf.raw_ops.MapClear)
+                for buffer in self._buffers.values():
+                    buffer(tf.raw_ops.MapClear)
 
     def close(self) -> None:
         """Ends all threads; one inside the user's code ends when that returns. The runtime may go on."""
@@ -217,14 +219,14 @@ class Feed:
         # Guards _unused; reentrant as that of Staging. The thread takes it only once no token can be waited for.
         self._taking = threading.RLock()
         with tf.init_scope(), tf.device(HOST):
-            room = 1000 if staging.lockstep is not None else 1 if hands_out else staging.depth - 1
+            room = 1000 if staging.agreement is not None else 1 if hands_out else staging.depth - 1
             self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [len(self._unknown)]], name="tfps_batches")
         # Simple queues: `stop` may run in a finalizer, on any thread.
         self._room: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._allowed: queue.SimpleQueue[int] | None = None
         self._progress: IteratorProgress | None = None
-        if staging.lockstep is not None:  # tokens are put on request only, and `_room` limits how much is staged
-            self._progress = staging.lockstep.follow(
+        if staging.agreement is not None:  # tokens are put on request only, and `_room` limits how much is staged
+            self._progress = staging.agreement.follow(
                 self.number, batches, self._answer, meets=meets, whole=cut is not None, begin=skipped
             )
             if self._compares and cut is not None and digests is not None:
@@ -444,7 +446,7 @@ class Feed:
         return new
 
     def _answer(self, key: int | None, text: str, rows: int, ranks: Sequence[int]) -> None:
-        """Answers one request; `key` None: there is no batch. Called by `lockstep`, on any thread."""
+        """Answers one request; `key` None: there is no batch. Called by `agreement`, on any thread."""
         if key is not None and ranks and self._cut is not None and ranks != self._whole[key][1]:
             key = self._cut_again(key, ranks)
         replicas = len(ranks) * len(self._staging.devices) if ranks else UNKNOWN

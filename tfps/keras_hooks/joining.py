@@ -66,7 +66,7 @@ def _begin_epoch(
         position = extended.training
         position.epoch = epoch
         anew = not has_read(position.iterator)  # else others may have agreed on its first batch already
-        if not position.just_joined and (anew or extended.staging.lockstep.taken is not None):
+        if not position.just_joined and (anew or extended.staging.agreement.taken is not None):
             _admit(strategy, callbacks, 0)
         if position.just_joined and position.skipped_steps:
             kept.enter_context(position.joins.state.kept())
@@ -83,8 +83,8 @@ def _begin_batch(
 ) -> None:
     """As `CallbackList.on_epoch_begin`, between two steps."""
     position, staging = strategy.extended.training, strategy.extended.staging
-    lockstep = None if staging is None else staging.lockstep
-    if lockstep is not None and lockstep.taken is not None and position.joins is None:  # else it is still stopped
+    agreement = None if staging is None else staging.agreement
+    if agreement is not None and agreement.taken is not None and position.joins is None:  # else it is still stopped
         _admit(strategy, callbacks, batch)
     original(callbacks, batch, *args, **options)
     if (joins := position.joins) is not None:
@@ -94,8 +94,8 @@ def _begin_batch(
 
 def _let_others_in(strategy: BaseStrategy, between_steps: bool) -> None:
     staging = strategy.extended.staging
-    if staging is not None and staging.lockstep is not None:
-        staging.lockstep.admits = between_steps
+    if staging is not None and staging.agreement is not None:
+        staging.agreement.admits = between_steps
 
 
 def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
@@ -179,11 +179,11 @@ def _one_batch(dataset: Batches) -> tf.data.Dataset:
 def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
     """Lets those take part who are ready, before `batch` of the epoch; all ranks call it."""
     extended = strategy.extended
-    runtime, joining, lockstep = extended.runtime, extended.exchange.joining, extended.staging.lockstep
+    runtime, joining, agreement = extended.runtime, extended.exchange.joining, extended.staging.agreement
     joining.notified = False
     if joiners := _joiners(strategy):
         extended.combiner.refresh()
-        if not batch and not has_read(extended.training.iterator) and not lockstep.settle(runtime.wait_s):
+        if not batch and not has_read(extended.training.iterator) and not agreement.settle(runtime.wait_s):
             raise WaitTimeoutError("the end of an epoch's data was not announced in time for a worker to join")
         runtime.settle(runtime.wait_s)
         if (others := joining.admit(joiners)) is not None:
@@ -191,7 +191,7 @@ def _admit(strategy: BaseStrategy, callbacks: Callback, batch: int) -> None:
                 _hand_over(strategy, callbacks, others, batch)
             _combine_metrics(strategy, callbacks.model)
     if extended.training.joins is None:
-        lockstep.resume()
+        agreement.resume()
 
 
 def _joiners(strategy: BaseStrategy) -> list[int]:
@@ -274,7 +274,7 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
         # Nothing has been assigned: pservers have all values still.
         state.move_remote(snapshot if "error" in own_snapshot.plain else own_snapshot)
         if snapshot.plain["taken"]:
-            extended.staging.lockstep.compare_next()
+            extended.staging.agreement.compare_next()
     extended.training.joins = Joins(state, joiners)
 
 
@@ -302,8 +302,8 @@ def _check(strategy: BaseStrategy, joins: Joins) -> None:
                     "on this worker only"
                 )
         _refuse(strategy, refused)
-    extended.staging.lockstep.joiners = frozenset(joins.joiners - refused.keys())
-    extended.staging.lockstep.resume()
+    extended.staging.agreement.joiners = frozenset(joins.joiners - refused.keys())
+    extended.staging.agreement.resume()
 
 
 def _refuse(strategy: BaseStrategy, refused: Mapping[int, str]) -> set[int]:

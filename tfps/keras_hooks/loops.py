@@ -119,13 +119,13 @@ def _catch_stop_iteration(original: Function, epochs: Batches) -> contextlib.Abs
     @contextlib.contextmanager
     def within_epoch(epochs: Batches) -> Iterator[None]:
         sharding, staging = extended.sharding, extended.staging
-        lockstep, warn = None if staging is None else staging.lockstep, epochs._interrupted_warning
+        agreement, warn = None if staging is None else staging.agreement, epochs._interrupted_warning
         cut_short = False
 
         def ran_out() -> None:
             """Keras' warning, unless ours has said whose data ended."""
             nonlocal cut_short
-            cut_short = lockstep is not None and lockstep.cut_short
+            cut_short = agreement is not None and agreement.cut_short
             if not cut_short:
                 warn()
 
@@ -140,7 +140,7 @@ def _catch_stop_iteration(original: Function, epochs: Batches) -> contextlib.Abs
     return extended.policy.epoch(epochs, within_epoch) if extended.hands_out else within_epoch(epochs)
 
 
-@replaces(keras.callbacks.ProgbarLogger, "on_epoch_end", "tests/input/test_lockstep.py")
+@replaces(keras.callbacks.ProgbarLogger, "on_epoch_end", "tests/input/test_batch_agreement.py")
 @for_callbacks
 def _end_bar(original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object) -> None:
     """The bar of an epoch that another rank's data has ended shows the steps that there were."""
@@ -158,9 +158,9 @@ def _end_training(
     strategy.extended.policy.end_training()
     original(callbacks, *args, **options)
     strategy.extended.training.end()
-    if (staging := strategy.extended.staging) is not None and staging.lockstep is not None:
-        staging.lockstep.admits = False
-        staging.lockstep.resume()
+    if (staging := strategy.extended.staging) is not None and staging.agreement is not None:
+        staging.agreement.admits = False
+        staging.agreement.resume()
 
 
 @replaces(keras.Model, "fit", _PROGRAMS)

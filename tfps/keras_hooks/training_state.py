@@ -134,11 +134,11 @@ class TrainingState:
     def capture(self, batch: int) -> Snapshot:
         """The state before `batch` of the epoch."""
         extended = self._strategy.extended
-        position, lockstep = extended.training, extended.staging.lockstep
+        position, agreement = extended.training, extended.staging.agreement
         epochs = position.iterator
         dataset = distributed_dataset(epochs)
         # Of the iterator that goes on, if one does: how many batches it has given.
-        taken = (lockstep.taken or 0) if batch or has_read(epochs) else 0
+        taken = (agreement.taken or 0) if batch or has_read(epochs) else 0
         is_open = batch > 0 or continues(epochs)
         missed = position.begun_epochs - (batch > 0)
         arrays: dict[str, Array] = {}
@@ -146,7 +146,7 @@ class TrainingState:
             "epoch": position.epoch,
             "batch": batch,
             "taken": taken,
-            "iterators": lockstep.places,
+            "iterators": agreement.places,
             "opened": getattr(dataset, "opened", 0) - is_open,  # before the one that is read next
             "is_open": is_open,
             "known_batches": known_batches(epochs),
@@ -191,7 +191,7 @@ class TrainingState:
             variable.assign(tf.zeros_like(variable))
         self.move_remote(snapshot)
         goes_on = int(said["taken"] > 0)  # an iterator goes on, which is counted among these
-        extended.staging.lockstep.places = said["iterators"] - goes_on
+        extended.staging.agreement.places = said["iterators"] - goes_on
         skips = {"opened": said["opened"], "skipping": said["taken"]}
         begins_there = python_data.go_on(epochs, said["python_data"], **skips)
         distributed_dataset(epochs).open_until(

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-from tfps.input.lockstep import Lockstep
+from tfps.input.batch_agreement import BatchAgreement
 from tfps.runtime.runtime import Runtime
 
 logger = logging.getLogger("tfps")
@@ -24,7 +24,7 @@ BETWEEN_STEPS_S = 20.0  # then it leaves anyway: it does not train, and the host
 SETTLE_S = 10.0  # for what its last step has sent
 
 
-def leave_on_sigterm(runtime: Runtime, lockstep: Lockstep | None) -> None:
+def leave_on_sigterm(runtime: Runtime, agreement: BatchAgreement | None) -> None:
     """Leaves the job of `runtime` at SIGTERM, and ends the process as SIGTERM does by default."""
 
     def notice(number: int, frame: object) -> None:
@@ -33,8 +33,8 @@ def leave_on_sigterm(runtime: Runtime, lockstep: Lockstep | None) -> None:
 
     def leave() -> None:
         logger.warning("tfps: SIGTERM: this worker ends its step and leaves the job")
-        if lockstep is not None:
-            lockstep.stop_before_next_batch().wait(BETWEEN_STEPS_S)
+        if agreement is not None:
+            agreement.stop_before_next_batch().wait(BETWEEN_STEPS_S)
         runtime.settle(SETTLE_S)
         runtime.exchange.close(REASON)
         with contextlib.suppress(Exception):

@@ -164,7 +164,7 @@ class Strategy(BaseStrategy):
             self._connection.users[self._user].callback(self.extended.staging.close)
         install_all()
         if self.extended.changes:
-            leave_on_sigterm(self._runtime, None if self.extended.staging is None else self.extended.staging.lockstep)
+            leave_on_sigterm(self._runtime, None if self.extended.staging is None else self.extended.staging.agreement)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -41,7 +41,7 @@ Answer = Callable[[int | None, str, int, Sequence[int]], None]
 
 
 @dataclass(eq=False)
-class _Verdict:
+class _Decision:
     """The ranks' joint result for one position: all have a batch, or the reason why not."""
 
     all_have: bool
@@ -53,9 +53,9 @@ class _Verdict:
 
 @dataclass(eq=False)
 class IteratorProgress:
-    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `Lockstep` guards the rest."""
+    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `BatchAgreement` guards the rest."""
 
-    lockstep: Lockstep
+    agreement: BatchAgreement
     batches: int | None  # how many there are, if known
     answer: Answer  # called once per request, on any thread
     meets: bool  # the ranks synchronize at the first batch that eager code takes
@@ -81,11 +81,11 @@ class IteratorProgress:
     ready: dict[int, int] = field(default_factory=dict)  # keys of staged batches, by position
     rows: dict[int, int] = field(default_factory=dict)  # of batches that may still be announced, by position
     waiting: deque[tuple[int, bool]] = field(default_factory=deque)  # requests: position, whether in lockstep
-    verdicts: dict[int, _Verdict] = field(default_factory=dict)
+    decisions: dict[int, _Decision] = field(default_factory=dict)
 
     def exists(self, position: int, rows: int, digest: int = batch_digests.NOTHING) -> None:
         """Notes that a batch exists at `position`, with `rows` on this rank, and the digest of what all ranks make."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.known = position + 1
             self.rows[position] = rows
             if digest != batch_digests.NOTHING:
@@ -93,28 +93,28 @@ class IteratorProgress:
 
     def allow(self, batches: int) -> None:
         """Notes that so many more may be read; only these can be announced ahead."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.allowed = (self.begin if self.allowed is None else self.allowed) + batches
 
     def staged(self, position: int, key: int) -> None:
         """Notes that the batch at `position` is ready."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.ready[position] = key
 
     def ended(self, error: str) -> None:
         """Notes that there are no more batches: because of `error`, or ("") at the end of the data."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.end, self.error = self.known, error
 
     def leave(self) -> None:
         """Stops answering requests."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.gone = True
             self.answer = lambda key, error, rows, ranks: None
 
     def close(self) -> None:
         """Tells waiting requests that the strategy is closed, and sends announcements other ranks may wait for."""
-        with self.lockstep.changes(self):
+        with self.agreement.changes(self):
             self.gone = True
             while self.waiting:
                 self.waiting.popleft()
@@ -131,7 +131,7 @@ class IteratorProgress:
         return None
 
 
-class Lockstep:
+class BatchAgreement:
     """Coordinates all iterators of one runtime's strategies across several workers."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -303,13 +303,13 @@ class Lockstep:
         codes, _, rows, _, joins, _ = table.T
         own = ranks.index(self._rank)
         with self._lock:
-            verdict = progress.verdicts[position] = self._verdict(progress, position, codes, ranks)
-            verdict.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
-            verdict.ranks = ranks
-            progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
+            decision = progress.decisions[position] = self._decision(progress, position, codes, ranks)
+            decision.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
+            decision.ranks = ranks
+            progress.agreed, progress.stops = position + decision.all_have, not decision.all_have
             joining = self.runtime.exchange.joining
             few = len(ranks) < joining.least and not joining.pending
-            if (joins.any() or few) and verdict.all_have and self.admits:
+            if (joins.any() or few) and decision.all_have and self.admits:
                 self._pause = progress, position
             self._advance(progress)
         if few and not self.admits:
@@ -367,21 +367,21 @@ class Lockstep:
                 f"{position} has {each} rows"
             )
 
-    def _verdict(self, progress: IteratorProgress, position: int, codes: Array, ranks: Sequence[int]) -> _Verdict:
+    def _decision(self, progress: IteratorProgress, position: int, codes: Array, ranks: Sequence[int]) -> _Decision:
         failed, ended = ([rank for rank, said in zip(ranks, codes, strict=True) if said == c] for c in (_FAILED, _NONE))
         if failed:
             theirs = f"tfps: the input pipeline of rank {failed[0]} failed at batch {position}; see its log"
-            return _Verdict(False, progress.error if self._rank in failed else theirs)
+            return _Decision(False, progress.error if self._rank in failed else theirs)
         if not ended:
-            return _Verdict(True)
+            return _Decision(True)
         if len(ended) == len(ranks):
-            return _Verdict(False)
+            return _Decision(False)
         dropped = ", ".join(
             f"rank {rank} {'at least 1' if said == _UNKNOWN else said}"
             for rank, said in zip(ranks, codes, strict=True)
             if said != _NONE
         )
-        return _Verdict(
+        return _Decision(
             False,
             warning=f"tfps: the data of rank {', '.join(map(str, ended))} ended after {position} batches, so the epoch "
             f"ends there on all workers; batches dropped: {dropped}. This is logged once. To use all data, give every "
@@ -393,19 +393,19 @@ class Lockstep:
         self._announced.notify_all()
         while progress.waiting:
             position, together = progress.waiting[0]
-            verdict = progress.verdicts.get(position)
+            decision = progress.decisions.get(position)
             if progress.over:
                 answer: tuple[int | None, str] = None, ""
             elif together and self._failure:
                 answer = None, self._failure
-            elif together and verdict is None:
+            elif together and decision is None:
                 return
-            elif verdict is not None and not verdict.all_have:
-                answer, progress.over = (None, verdict.error), True
-                self.cut_short = bool(verdict.warning)
-                if verdict.warning and not self._warned:
+            elif decision is not None and not decision.all_have:
+                answer, progress.over = (None, decision.error), True
+                self.cut_short = bool(decision.warning)
+                if decision.warning and not self._warned:
                     self._warned = True
-                    logger.warning("%s", verdict.warning)
+                    logger.warning("%s", decision.warning)
             elif position in progress.ready:
                 answer = progress.ready.pop(position), ""
             elif progress.end is not None:
@@ -413,10 +413,10 @@ class Lockstep:
             else:
                 return
             progress.waiting.popleft()
-            progress.verdicts.pop(position, None)
+            progress.decisions.pop(position, None)
             progress.rows.pop(position, None)
             progress.digests.pop(position, None)
-            progress.answer(*answer, *((UNKNOWN, ()) if verdict is None else (verdict.rows, verdict.ranks)))
+            progress.answer(*answer, *((UNKNOWN, ()) if decision is None else (decision.rows, decision.ranks)))
 
     def _push_owed(self) -> None:
         """Sends due announcements whose result is known, in request order.
@@ -459,20 +459,20 @@ class Request(Transfer):
 
     exchanges = False
 
-    def __init__(self, lockstep: Lockstep, graph: tf.Graph | None) -> None:
-        super().__init__(-1, lockstep.said.spec)
-        self.lockstep = lockstep
+    def __init__(self, agreement: BatchAgreement, graph: tf.Graph | None) -> None:
+        super().__init__(-1, agreement.said.spec)
+        self.agreement = agreement
         self._root = None if graph is None else weakref.ref(outer_graphs(graph)[-1])
         self._trains: bool | None = None if graph is not None else False
-        lockstep.runtime.adopt(self, graph)
+        agreement.runtime.adopt(self, graph)
 
     def send(self, graph_run: tf.Tensor) -> tf.Operation:
         """Returns the op that sends a message; messages of one graph stay in order."""
-        lockstep = self.lockstep
-        return graph_ops.request(lockstep.runtime.queue, lockstep.order.queue_ref, self.id, graph_run)
+        agreement = self.agreement
+        return graph_ops.request(agreement.runtime.queue, agreement.order.queue_ref, self.id, graph_run)
 
     def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
-        self.lockstep.request(int(graph_run), self.trains(), self._root is None)
+        self.agreement.request(int(graph_run), self.trains(), self._root is None)
 
     def trains(self) -> bool:
         """Returns whether the graph, which must be complete, exchanges anything."""
@@ -482,4 +482,4 @@ class Request(Transfer):
         return self._trains
 
     def fail(self, error: TfpsError) -> None:
-        self.lockstep.fail(error)
+        self.agreement.fail(error)

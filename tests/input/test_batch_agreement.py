@@ -113,7 +113,7 @@ def test_the_next_batch_is_agreed_on_while_the_step_before_waits_for_its_gradien
     train.step(iterator)
     assert other.wait_held()
     # Step 2 cannot finish, as rank 1 holds its gradients back; the batch of step 3 is granted all the same.
-    progress = next(iter(strategy.extended.staging.lockstep._iterators.values()))
+    progress = next(iter(strategy.extended.staging.agreement._iterators.values()))
     jobs.poll(lambda: progress.agreed == 3)
     assert other.release() > 0
 
