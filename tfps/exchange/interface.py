@@ -99,7 +99,7 @@ class BucketSpec:
 def kept_arrays(spec: BucketSpec) -> int:
     """How many arrays of its size the pservers keep of a bucket with an update, or of one that is compressed."""
     if spec.update is not None:
-        return 1 + len(spec.update.slots) + (spec.codec is not None)  # the parameters first, the worker view last
+        return 1 + len(spec.update.slots) + (spec.codec is not None)  # the parameters first, the shadow copy last
     return int(spec.codec is not None and spec.codec.feeds_back)  # the residual
 
 

@@ -19,7 +19,7 @@ class ParameterShard:
     """Part of a bucket's parameters (array 0) and of its slots (arrays 1, 2, ... in the order of the spec).
 
     The parameters have no values until they have been put; slots begin with those of the spec. If `viewed`, the last
-    array is the **worker view**: the parameters as all workers have them.
+    array is the **shadow copy**: the parameters as all workers have them.
     """
 
     def __init__(self, label: str, spec: UpdateSpec, begin: int, nbytes: int, *, viewed: bool = False) -> None:
@@ -38,7 +38,7 @@ class ParameterShard:
     def put(self, number: int, begin: int, values: Buffer) -> None:
         """Replaces the bytes from `begin` on of array `number`, from the next `take_put` on.
 
-        Writing array 0 also overwrites the worker view: every rank has just assigned it. Write that last if it must
+        Writing array 0 also overwrites the shadow copy: every rank has just assigned it. Write that last if it must
         differ.
         """
         values = bytes(values)
@@ -104,7 +104,7 @@ class ParameterShard:
         return self._arrays[0]
 
     @property
-    def worker_view(self) -> Floats:
+    def shadow(self) -> Floats:
         """The parameters as all workers have them, if it is kept. Use it between a `take_put` and the next."""
         return self._arrays[-1]
 
@@ -118,7 +118,7 @@ class ParameterShard:
 
 
 class Delta:
-    """Encodes parameters as their change since the worker view, to which it adds what workers decode, bit for bit.
+    """Encodes parameters as their change since the shadow copy, to which it adds what workers decode, bit for bit.
 
     What a codec cannot express is part of the next change, so it is late but not lost, and there is no residual beside
     it. Workers compute gradients at their view, the owner updates the exact parameters (a preserved central model: MCM,

@@ -116,7 +116,7 @@ class Residuals(ExtraState):
         strategy, variables = alive
         arrays = {str(place): value for place, value in strategy.extended.compressing.residuals(variables).items()}
         for place, each in strategy.extended.compressing.ahead(variables).items():
-            arrays |= {f"{_EXACT}{place}": each.exact, f"{_SHOWN}{place}": np.array(each.worker_view, np.uint32)}
+            arrays |= {f"{_EXACT}{place}": each.exact, f"{_SHOWN}{place}": np.array(each.shadow, np.uint32)}
         return arrays
 
     def restore(self, arrays: Mapping[str, Array]) -> None:

@@ -259,7 +259,7 @@ class SumSlice(RoundSlice):
         if self._codec is None:
             return updated, 0
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the view.
-        return Encoding(Delta(self._codec, parameters.worker_view), np.frombuffer(updated, np.float32), None), 0
+        return Encoding(Delta(self._codec, parameters.shadow), np.frombuffer(updated, np.float32), None), 0
 
 
 def not_written(label: str) -> WorkerLostError:

@@ -38,7 +38,7 @@ class Ahead(NamedTuple):
     """The pservers' own value of a variable where workers have another."""
 
     exact: NDArray[np.float32]  # flat
-    worker_view: int  # checksum of the workers' value that belongs to it
+    shadow: int  # checksum of the workers' value that belongs to it
 
 
 class RemoteParameter:
@@ -55,25 +55,25 @@ class RemoteParameter:
         self.restored: Ahead | None = None  # from a checkpoint, for the next push
         self.slots: list[RemoteSlot] = []  # that optimizers have there for it
 
-    def exact(self, exchange: Exchange, worker_view: Array) -> Array | None:
-        """The pservers' own value, flat uint8, if workers may have another one: `worker_view`, the same way."""
-        if self.restored is not None and self.restored.worker_view == zlib.crc32(worker_view.data):
+    def exact(self, exchange: Exchange, shadow: Array) -> Array | None:
+        """The pservers' own value, flat uint8, if workers may have another one: `shadow`, the same way."""
+        if self.restored is not None and self.restored.shadow == zlib.crc32(shadow.data):
             return self.restored.exact.view(np.uint8)
         if self.holder is None or not self.ahead:
             return None
-        return exchange.state.read(self.holder, 0, self.begin, len(worker_view))
+        return exchange.state.read(self.holder, 0, self.begin, len(shadow))
 
     def read_ahead(self, exchange: Exchange, component: Variable) -> Ahead | None:
         """The pservers' own value for a checkpoint; None if they have that of the `component`, which is current."""
-        worker_view = value_of(component)
-        exact = self.exact(exchange, worker_view)
-        return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(worker_view.data))
+        shadow = value_of(component)
+        exact = self.exact(exchange, shadow)
+        return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(shadow.data))
 
     def place(self, arrays: dict[str, Array], name: str) -> Json:
         """Where the value is, for a worker that joins; what no pserver has goes to `arrays` by `name`."""
         if self.restored is not None:
             arrays[name] = self.restored.exact
-        mark = None if self.restored is None else self.restored.worker_view
+        mark = None if self.restored is None else self.restored.shadow
         return [self.holder, self.begin, self.ahead, self.synchronized, mark]
 
     def move(self, place: Json, arrays: Mapping[str, Array], name: str) -> None:

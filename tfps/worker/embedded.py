@@ -79,7 +79,7 @@ class EmbeddedState:
         if codec is None:
             copied[:] = np.frombuffer(new, np.uint8)
         else:
-            encoded = Delta(codec, kept.worker_view).encode(np.frombuffer(new, np.float32))
+            encoded = Delta(codec, kept.shadow).encode(np.frombuffer(new, np.float32))
             codec.decode(encoded, copied.view(np.float32))
         return copied
 
