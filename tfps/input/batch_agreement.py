@@ -53,7 +53,7 @@ class _Decision:
 
 @dataclass(eq=False)
 class IteratorProgress:
-    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `BatchAgreement` guards the rest."""
+    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `agreement` guards the rest."""
 
     agreement: BatchAgreement
     batches: int | None  # how many there are, if known

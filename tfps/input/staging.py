@@ -96,9 +96,8 @@ class Staging:
         self.changes = last_batch is not None and last_batch.changes  # whether the number of workers may change
         self.closed, self.check_every = False, check_every
         self.prefetch: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each that is staged
-        self.agreement: BatchAgreement | None = (
-            None  # strategies of one runtime share it: they announce batches in one order
-        )
+        # Strategies of one runtime share it: they announce batches in one order.
+        self.agreement: BatchAgreement | None = None
         if self.workers > 1 and together:
             self.agreement = runtime.shared(BatchAgreement, lambda: BatchAgreement(runtime))
         self.epochs = _epochs.setdefault(runtime, itertools.count())  # that are handed out: the same on all ranks
