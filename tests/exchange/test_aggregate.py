@@ -232,14 +232,14 @@ def test_who_contributes_nothing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_whole_steps_are_exact_and_the_next_is_encoded_again(deterministic: bool) -> None:
+def test_uncoded_steps_are_exact_and_the_next_is_encoded_again(deterministic: bool) -> None:
     summing = round_of(2, deterministic)
     for rank in range(2):
-        summing.add(rank, 0, VALUES[rank], whole=True)
-    assert summing.whole
+        summing.add(rank, 0, VALUES[rank], uncoded=True)
+    assert summing.uncoded
     assert bytes(summing.finish()) == (VALUES[0] + VALUES[1]).tobytes()
     summing.add(0, 1, PARTS[0])
-    assert not summing.whole
+    assert not summing.uncoded
 
 
 def test_a_round_is_complete_when_all_ranks_of_its_view_have_come() -> None:

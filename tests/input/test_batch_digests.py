@@ -15,8 +15,8 @@ import tensorflow as tf
 from tfps.errors import MismatchError
 from tfps.input import batch_digests
 from tfps.input.batch_digests import NOTHING, BatchDigests, check, digest
+from tfps.input.global_batches import filtered
 from tfps.input.same_data import Same, is_same_on_all, sames
-from tfps.input.whole_batches import filtered
 from tfps.types import Array, Batches
 
 X, Y = np.arange(20, dtype="float32")[:, None], np.arange(20) % 3
@@ -48,14 +48,14 @@ def test_digests_are_taken_of_every_second_batch_of_each_iterator_and_change_not
     for iterator in (iterators[1], iterators[0], iterators[1], iterators[0]):  # by turns
         next(iterator)
     taken = [[digests.take(number, batch) for batch in range(3)] for number in numbers]
-    first, third = (digests.of_whole(each) for at, each in enumerate(plain) if at in (0, 2))
+    first, third = (digests.of_global_batch(each) for at, each in enumerate(plain) if at in (0, 2))
     assert taken == [[first, NOTHING, third]] * 2
     assert NOTHING != first != third
     assert digests.take(numbers[0], 0) == NOTHING, "each is taken once"
     digests.forget(numbers[0])
     collected = [len(list(iterator)) for iterator in iterators]
     assert collected == [2, 2]
-    assert [digests.take(number, 4) for number in numbers] == [NOTHING, digests.of_whole(list(plain)[4])]
+    assert [digests.take(number, 4) for number in numbers] == [NOTHING, digests.of_global_batch(list(plain)[4])]
     assert int(filtered(plain.repeat(), digests.look()).cardinality()) == tf.data.experimental.INFINITE_CARDINALITY
 
 

@@ -61,14 +61,14 @@ def test_single_sparse_and_ragged_values_are_cut_too() -> None:
 
 
 def test_only_what_python_makes_in_batches_of_its_own_is_cut() -> None:
-    assert datasets.of_whole_job(generated([4]))
-    assert datasets.of_whole_job(generated([4]).with_options(tf.data.Options()))
+    assert datasets.of_all_workers(generated([4]))
+    assert datasets.of_all_workers(generated([4]).with_options(tf.data.Options()))
     rows = tf.data.Dataset.from_generator(lambda: iter(range(4)), output_signature=SPEC[2])
-    assert not datasets.of_whole_job(rows.batch(2))
-    assert not datasets.of_whole_job(tf.data.Dataset.range(4).batch(2))
+    assert not datasets.of_all_workers(rows.batch(2))
+    assert not datasets.of_all_workers(tf.data.Dataset.range(4).batch(2))
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    assert not datasets.of_whole_job(generated([4]).with_options(options))
+    assert not datasets.of_all_workers(generated([4]).with_options(options))
 
 
 class Batches(keras.utils.PyDataset):
@@ -84,9 +84,9 @@ class Batches(keras.utils.PyDataset):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_keras_makes_of_a_py_dataset_is_cut(workers: int) -> None:
     adapter = PyDatasetAdapter(Batches(workers=workers))
-    assert datasets.of_whole_job(adapter.get_tf_dataset())
+    assert datasets.of_all_workers(adapter.get_tf_dataset())
 
 
 def test_what_keras_makes_of_a_generator_is_cut() -> None:
     adapter = GeneratorDataAdapter(Batches()[index] for index in range(2))
-    assert datasets.of_whole_job(adapter.get_tf_dataset())
+    assert datasets.of_all_workers(adapter.get_tf_dataset())

@@ -317,7 +317,7 @@ class Scaled(L.Layer):
 
 
 def moving_mean(job: Job) -> Results:
-    """A moving mean of rows is that of the whole batch."""
+    """A moving mean of rows is that of the global batch."""
 
     def build() -> Model:
         return keras.Sequential([L.Input((64,)), Scaled(), L.Dense(10)])

@@ -259,7 +259,7 @@ class Contrast(keras.Model):
 
 
 def contrast(job: Job, rows: int = ROWS, **options: Argument) -> Results:
-    """What replicas exchange within the step has gradients: those of the whole batch."""
+    """What replicas exchange within the step has gradients: those of the global batch."""
     x, y = data(rows)
     model = job.compiled(lambda: SGD(0.01), build=Contrast, loss=None, metrics=[], **options)
     fit = model.fit(x, y, epochs=2, **OPTIONS)
@@ -423,7 +423,7 @@ class UniqueLookups(L.Layer):
 
 
 def unique_lookups(job: Job) -> Results:
-    """In one process an id that a lookup takes once is one slice for the whole batch: Adam squares that."""
+    """In one process an id that a lookup takes once is one slice for the global batch: Adam squares that."""
     x, _ = data(ROWS)
     words = (x[:, :6] * 100).astype("int32") % 15 + 1
     results: Results = {}

@@ -1,6 +1,6 @@
 """Two workers whose data have a batch with components of other first dimensions both end, by name, before that batch.
 
-What has one first dimension is in tests/input/test_whole_batches.py.
+What has one first dimension is in tests/input/test_global_batches.py.
 """
 
 from __future__ import annotations

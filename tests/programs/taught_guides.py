@@ -125,7 +125,7 @@ def loop_with_run(job: Job) -> Results:
 
 
 def loop_with_run_divided(job: Job) -> Results:
-    """Losses of rows, divided by the rows of the whole batch, as tf.distribute teaches."""
+    """Losses of rows, divided by the rows of the global batch, as tf.distribute teaches."""
 
     def average(losses: Value, logits: Value) -> Value:
         return "none" if logits is None else tf.nn.compute_average_loss(losses, global_batch_size=BATCH)

@@ -122,7 +122,7 @@ MALFORMED = {
     "truncated payload": (frames.encode(GOOD, bytes(1023)), "slice 0 of bucket 'dense' must have 1024 bytes"),
     "oversized payload": (frames.encode(GOOD, bytes(1025)), "got 1025 bytes"),
     "payload of an empty push": (frames.encode(GOOD._replace(flags=EMPTY), bytes(4)), "must have 0 bytes"),
-    "last slice of a sum": (frames.encode(GOOD._replace(flags=LAST), bytes(1024)), "no LAST or WHOLE flag"),
+    "last slice of a sum": (frames.encode(GOOD._replace(flags=LAST), bytes(1024)), "no LAST or UNCODED flag"),
     "undeclared bucket": (frames.encode(GOOD._replace(bucket=2), bytes(1024)), "one of the 2 declared ones, got 2"),
     "unknown slice": (frames.encode(GOOD._replace(index=2), bytes(1024)), "bucket 'dense' has no slice 2"),
     "wrong step": (frames.encode(GOOD._replace(step=1), bytes(1024)), "step of slice 0 .* must be 0, got 1"),

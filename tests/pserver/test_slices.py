@@ -18,7 +18,7 @@ from tfps.pserver.slices import Answer, GatherSlice, Late, OwnedSlice, Push, Rou
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import STATE_PIECE_BYTES
-from tfps.wire.frames import LAST, SHARED, WHOLE, Header, Kind
+from tfps.wire.frames import LAST, SHARED, UNCODED, Header, Kind
 from tfps.wire.send_queue import Encoding
 from tfps.wire.shared_memory import Place, Target
 
@@ -67,9 +67,9 @@ def test_an_encoded_sum_is_one_encoding_for_all_and_its_residual_comes_back_whol
     assert isinstance(answer.payload, Encoding)
     assert answer.payload.data() == codec.encode(np.array([3, 3, 3, 3], np.float32)).data  # of 4, 2, 4, 2
     for rank in (0, 1):
-        answers = pushed(item, rank, floats(10.0), step=1, flags=WHOLE)
+        answers = pushed(item, rank, floats(10.0), step=1, flags=UNCODED)
     (answer,) = answers
-    assert answer.header.flags == WHOLE
+    assert answer.header.flags == UNCODED
     assert answer.payload == memoryview(np.array([21, 19, 21, 19], np.float32).tobytes())
 
 

@@ -231,7 +231,7 @@ def test_no_times_of_rounds_are_negative(fragments: int, overlap_steps: int, exc
 
 
 def test_in_mode_async_what_comes_back_is_not_compressed() -> None:
-    stepping, links = Stepping(waits=False, whole_replies=True, every_step=False), [Link("a:1", 20e6)]
+    stepping, links = Stepping(waits=False, uncoded_replies=True, every_step=False), [Link("a:1", 20e6)]
     plain = make_report(history(LAYERS, 20e6), links, stepping=stepping)
     assert plain.limit.startswith("this worker's link")
     assert not plain.with_codec_s  # what comes back takes as long

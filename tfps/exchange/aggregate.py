@@ -64,13 +64,13 @@ class SliceFormat:
     nbytes: int
     codec: Codec | None = None
 
-    def part_bytes(self, whole: bool) -> int:
-        """Size of a contribution, encoded unless it is `whole`."""
-        return self.nbytes if whole or self.codec is None else self.codec.wire_bytes(self.nbytes // ITEM_BYTES)
+    def part_bytes(self, uncoded: bool) -> int:
+        """Size of a contribution, encoded unless it is `uncoded`."""
+        return self.nbytes if uncoded or self.codec is None else self.codec.wire_bytes(self.nbytes // ITEM_BYTES)
 
-    def part(self, payload: memoryview, whole: bool) -> Array:
+    def part(self, payload: memoryview, uncoded: bool) -> Array:
         """A contribution as an array: of uint8 if it is encoded."""
-        return np.frombuffer(payload, self.dtype if whole or self.codec is None else np.uint8)
+        return np.frombuffer(payload, self.dtype if uncoded or self.codec is None else np.uint8)
 
     def decoded(self, part: Array) -> tuple[Array, bool]:
         """The numbers of `part`, and whether they are in new memory."""
@@ -88,25 +88,25 @@ class SumRound(Round):
     there. The sum goes into the first of two that may be written to, or into new memory; never into memory that its
     rank may write to: that does so when it has the sum, and others may still be sent it.
 
-    In a **whole** step of a format with a codec no contribution is encoded: they are the ranks' residuals.
+    In an **uncoded** step of a format with a codec no contribution is encoded: they are the ranks' residuals.
     """
 
     def __init__(self, format_: SliceFormat, view: View, deterministic: bool, step: int = 0) -> None:
         super().__init__(format_.label, view, step)
         self.format = format_
-        self.whole = False  # known once a rank has contributed
+        self.uncoded = False  # known once a rank has contributed
         self._deterministic = deterministic
         self._parts: dict[int, tuple[Array, bool]] = {}
         self._sum: Array | None = None
         self._owned = False  # whether _sum may be added to in place
 
-    def add(self, rank: int, step: int, part: Array | None, *, whole: bool = False, owned: bool = False) -> None:
-        """Takes what `rank` contributes, if anything: its residual if `whole`; it may be written to if `owned`."""
+    def add(self, rank: int, step: int, part: Array | None, *, uncoded: bool = False, owned: bool = False) -> None:
+        """Takes what `rank` contributes, if anything: its residual if `uncoded`; it may be written to if `owned`."""
         self._check(rank, step)
         if not self.arrived:
-            self.whole = whole
-        elif whole != self.whole:
-            one, other = ("collects", "trains") if whole else ("trains", "collects")
+            self.uncoded = uncoded
+        elif uncoded != self.uncoded:
+            one, other = ("collects", "trains") if uncoded else ("trains", "collects")
             raise ProtocolError(
                 f"{self.label}, step {self.step}: rank {rank} {one} while rank {min(self.arrived)} {other}: residuals "
                 "of compression are collected when a checkpoint is saved or restored; do so on every rank, or "
@@ -138,7 +138,7 @@ class SumRound(Round):
 
     def _add(self, part: Array, owned: bool) -> None:
         codec = self.format.codec
-        if codec is not None and not self.whole:
+        if codec is not None and not self.uncoded:
             if self._sum is not None:  # decoded, so it is ours
                 codec.decode(part, self._sum, add=True)
                 return

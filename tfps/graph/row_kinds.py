@@ -1,8 +1,9 @@
 """What the tensors of a traced step are to the rows of its batch: values of rows, means over them, sums, counts.
 
-A replica's mean over its own rows, weighted by their number, adds up to the mean over the whole batch; so does whatever
-is linear in such means. Nothing else does: a sum, a quotient of sums (`sum(l * w) / sum(w)`), the root of a mean. The
-graph shows which of these a loss is, up to ops that are not known here: those are `UNSURE`, and nobody complains.
+A replica's mean over its own rows, weighted by their number, adds up to the mean over the global batch; so does
+whatever is linear in such means. Nothing else does: a sum, a quotient of sums (`sum(l * w) / sum(w)`), the root of a
+mean. The graph shows which of these a loss is, up to ops that are not known here: those are `UNSURE`, and nobody
+complains.
 
 Tested in tests/graph/test_row_kinds.py.
 """
@@ -49,12 +50,12 @@ class Kind:
 
     @property
     def adds_up(self) -> bool:
-        """Whether replicas' numbers, weighted by their rows, may add up to that of the whole batch."""
+        """Whether replicas' numbers, weighted by their rows, may add up to that of the global batch."""
         return self.of not in (Of.CURVED, Of.SUM, Of.TOTAL, Of.DIVIDED)
 
     @property
     def is_mean(self) -> bool:
-        """Whether replicas' numbers, weighted by their rows, add up to that of the whole batch for certain."""
+        """Whether replicas' numbers, weighted by their rows, add up to that of the global batch for certain."""
         return self.of in (Of.FIXED, Of.MEAN)
 
     @property

@@ -1,4 +1,4 @@
-"""Counts the rows of a step's batch that each replica has, and weights its part of a mean over the whole batch.
+"""Counts the rows of a step's batch that each replica has, and weights its part of a mean over the global batch.
 
 A replica with k of n rows counts k / n. docs/design.md, "Who weights what", says what is weighted where.
 """
@@ -190,7 +190,7 @@ class Share:
         return any(is_backward(op) for op in self.graph.get_operations())
 
     def total(self, *, exchange: bool) -> tf.Tensor | None:
-        """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell."""
+        """Returns the rows of the global batch, int64, -1 if unknown; None if only a forbidden exchange would tell."""
         exchange = exchange or self.step == "training"  # all replicas take part in this
         if self._total is None and (self.trains or self.step == "evaluation"):  # whose notes are of its own batches
             self._total = self._noted

@@ -304,7 +304,7 @@ PATCHES = (
         "_from_compatible_tensor_list",
         _keep_inner_axes,
         "a part of a batch without rows keeps the dense inner axes of its ragged tensors",
-        "tests/input/test_whole_batches.py",
+        "tests/input/test_global_batches.py",
     ),
 )
 

@@ -35,7 +35,7 @@ class NotedTimes(NamedTuple):
     # if nothing is known.
     times: tuple[Value, ...] = ()
     variable: int = -1  # the position of the variable that is read
-    whole: bool = False  # whether the first two are valid: this send reports the step's forward pass
+    reports_step: bool = False  # whether the first two are valid: this send reports the step's forward pass
 
 
 class Timestamps:
@@ -52,13 +52,13 @@ class Timestamps:
         self._passed, self._inputs, self._replica = passed_of(self._graph), inputs_of(self._graph), replica
         self._landmarks = Landmarks(self._graph, self._inputs, since=self._passed.noted)
 
-    def of_bucket(self, variables: Sequence[str], whole: bool) -> NotedTimes:
-        """Returns timestamps for a bucket of `variables` (unique ids, in forward order); `whole`: the step's, too."""
+    def of_bucket(self, variables: Sequence[str], reports_step: bool) -> NotedTimes:
+        """Returns timestamps for a bucket of `variables` (unique ids, in forward order); `reports_step`: the step's."""
         if not has_clock():
             return NotedTimes()
         with self._graph.as_default(), tf.control_dependencies(None), tf.device(None):
             read, variable = self._read(variables)
-            step = self._step() if whole and self._replica == 0 else []
+            step = self._step() if reports_step and self._replica == 0 else []
         if not step and not read:
             return NotedTimes()
         return NotedTimes((*(step or [0.0, 0.0]), *(read or [0.0, 0.0])), variable, bool(step))

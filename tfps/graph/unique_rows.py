@@ -1,8 +1,8 @@
 """Sparse gradients of lookups that take each id of a batch once: slices of one id are summed over the replicas.
 
-So do `tf.unique`, `tf.nn.embedding_lookup_sparse`, and Dense on a sparse input. In one process an id of the whole batch
-is one slice, and Adam squares slice by slice. The graph shows which lookups these are. Until they are summed, indices
-of the n-th of them travel as index + n * 2^48.
+So do `tf.unique`, `tf.nn.embedding_lookup_sparse`, and Dense on a sparse input. In one process an id of the global
+batch is one slice, and Adam squares slice by slice. The graph shows which lookups these are. Until they are summed,
+indices of the n-th of them travel as index + n * 2^48.
 
 Tested in tests/graph/test_common_rows.py and, in jobs, in tests/integration/test_rows.py.
 """

@@ -60,7 +60,7 @@ class IteratorProgress:
     answer: Answer  # called once per request, on any thread
     meets: bool  # the ranks synchronize at the first batch that eager code takes
     knows_end: bool  # the end of the data is known before the next batch is requested
-    whole: bool = False  # each rank has the whole batch, and knows its part when the ranks that take it are known
+    is_global: bool = False  # each rank has the global batch, and knows its part when the ranks that take it are known
     begin: int = 0  # the first position here: others have taken those before
     gone: bool = False
     place: int | None = None  # index among the iterators in lockstep, the same on all ranks
@@ -166,12 +166,14 @@ class BatchAgreement:
         *,
         meets: bool = False,
         knows_end: bool = True,
-        whole: bool = False,
+        is_global: bool = False,
         begin: int = 0,
     ) -> IteratorProgress:
         """Follows the iterator with this unique `number`, negative for a loop inside a function."""
         with self._lock:
-            progress = self._iterators[number] = IteratorProgress(self, batches, answer, meets, knows_end, whole, begin)
+            progress = self._iterators[number] = IteratorProgress(
+                self, batches, answer, meets, knows_end, is_global, begin
+            )
             progress.asked = progress.known = progress.owed = begin
             progress.joined = begin or None
         return progress
@@ -304,7 +306,7 @@ class BatchAgreement:
         own = ranks.index(self._rank)
         with self._lock:
             decision = progress.decisions[position] = self._decision(progress, position, codes, ranks)
-            decision.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.whole else rows.sum())
+            decision.rows = UNKNOWN if (rows < 0).any() else int(rows[own] if progress.is_global else rows.sum())
             decision.ranks = ranks
             progress.agreed, progress.stops = position + decision.all_have, not decision.all_have
             joining = self.runtime.exchange.joining
@@ -360,7 +362,7 @@ class BatchAgreement:
                 "the same program (and after Ctrl-C at different steps a new strategy)"
             )
         batch_digests.check(digests, ranks, position, joins=position == progress.joined, hashes=hashes)
-        if progress.whole and (rows != rows[0]).any():
+        if progress.is_global and (rows != rows[0]).any():
             each = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks, rows, strict=True))
             raise MismatchError(
                 f"all workers must have the same batches with min_workers, as each computes a part of them: batch "

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.errors import MismatchError
+from tfps.input.global_batches import Predicate
 from tfps.input.same_data import Same
-from tfps.input.whole_batches import Predicate
 from tfps.types import Array, Structure, Value
 
 logger = logging.getLogger("tfps")
@@ -107,7 +107,7 @@ class BatchDigests:
         with self._lock:
             self._digests.pop(iterator, None)
 
-    def of_whole(self, batch: Structure) -> int:
+    def of_global_batch(self, batch: Structure) -> int:
         """Returns the digest of a batch that all ranks make."""
         return digest([each.numpy() for each in _flat(batch)], self._sames)
 
@@ -195,8 +195,8 @@ def check(
     )
     raise MismatchError(
         f"{'the first batch' if not batch else f'batch {batch}'} of an epoch must have the same data on all ranks, but "
-        f"rank {names[1]} has other {what} than rank {names[0]}: each rank makes the whole batch and trains on its own "
-        f"rows of it, so rows would be missing and others used twice. {hint}Make data alike on all ranks: create it "
+        f"rank {names[1]} has other {what} than rank {names[0]}: each rank makes the global batch and trains on its "
+        f"own rows, so rows would be missing and others used twice. {hint}Make data alike on all ranks: create it "
         "after tfps.Strategy, or call keras.utils.set_random_seed(1) first; give random generators of your own a seed. "
         "For data that is meant to differ between ranks use AutoShardPolicy.FILE or OFF, or "
         "strategy.distribute_datasets_from_function. Config(check_every=0) or TFPS_CHECK_EVERY=0 turns this check off"

@@ -37,7 +37,7 @@ _of_one_process: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()  # dataset
 
 def cache_apart(rank: int, view: View, *, changes: bool) -> None:
     """Gives datasets that are created from now on cache files of this worker's own; `changes`: of a job that may have
-    another number of workers later, where each makes whole batches.
+    another number of workers later, where each makes global batches.
     """
     _Own.ending = "" if view.workers == 1 and not changes else f".{rank}" if changes else f".{rank}of{view.workers}"
 

@@ -29,10 +29,10 @@ from tfps.graph.tf_private import (
 )
 from tfps.input.batch_digests import BatchDigests
 from tfps.input.caches import reads_whole
+from tfps.input.global_batches import filtered, has_one_size
 from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
 from tfps.input.same_data import DIVIDED, AutoShardPolicy, is_same_on_all, sames, shard_policy
 from tfps.input.staging import Feed, Group, Stage, Staging
-from tfps.input.whole_batches import filtered, has_one_size
 from tfps.keras_hooks.generators import Reading
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
@@ -40,7 +40,7 @@ from tfps.types import Argument, Batches, Function, Structure, Value
 logger = logging.getLogger("tfps")
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 _MISSING = object()
-Whole = Callable[[], list[tf.data.Dataset]]  # all workers' data, if it may be handed out
+AllData = Callable[[], list[tf.data.Dataset]]  # all workers' data, if it may be handed out
 
 
 class _Staged:
@@ -50,15 +50,15 @@ class _Staged:
     on_devices = True
     digests: BatchDigests | None = None
     sources: list[tf.data.Dataset]
-    whole: Whole | None = None
+    all_data: AllData | None = None
     opened = 0  # how often it has been iterated over
     skipping = 0  # batches of the next iterator that others have taken
     reads_skipped = True  # whether the next iterator begins with these: they are read and thrown away
     open_elsewhere = False  # whether the others have the next iterator already
-    cuts: bool = False  # sources have whole batches, of which each worker cuts its part when it takes one
+    cuts: bool = False  # sources have global batches, of which each worker cuts its part when it takes one
     reading: Reading | None = None  # of a Python generator that others may read after it
     goes_on = False  # whether the next iterator goes on where they have stopped the last one
-    sizes: Callable[[int], int] | None = None  # rows of a whole batch that is divided, by position, if known
+    sizes: Callable[[int], int] | None = None  # rows of a global batch that is divided, by position, if known
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
@@ -73,23 +73,23 @@ class _Staged:
             agreement = None if self.staging.closed else self.staging.agreement
             return iterator if agreement is None else LoopIterator(iterator, self.staging, agreement)
         extended, replicas = self._strategy.extended, len(self.staging.devices)
-        whole = self.whole if extended.hands_out else None
-        sources = self.sources if whole is None else whole()
+        all_data = self.all_data if extended.hands_out else None
+        sources = self.sources if all_data is None else all_data()
         pads = self._enable_get_next_as_optional
-        cuts = self.cuts and whole is None
+        cuts = self.cuts and all_data is None
         element_spec = sources[0].element_spec
         if cuts:
             element_spec = of_any_size(element_spec)
         if pads and replicas > 1:  # some replicas may get an empty batch at the end
             element_spec = of_any_size(element_spec)
-        spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices, whole is not None)
+        spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices, all_data is not None)
         known, batches = [int(source.cardinality()) for source in sources], None
         if min(known) >= 0:
             each = known if len(known) == replicas or cuts else [known[0] / replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
         self.opened += not self.goes_on
         groups = functools.partial(read_groups, sources, 1 if cuts else replicas, element_spec, pads)
-        if whole is None:
+        if all_data is None:
             chosen = groups()
         else:
             if self.steps is None or self._stream is None:
@@ -102,10 +102,19 @@ class _Staged:
         is_open, self.open_elsewhere = self.open_elsewhere, False
         cut, ranks = (extended.own_part, extended.agreed_ranks(known=is_open)) if cuts else (None, ())
         feed = Feed(
-            self.staging, stage, chosen, batches, extended.shards, whole is not None, self.digests, cut, ranks, skipped
+            self.staging,
+            stage,
+            chosen,
+            batches,
+            extended.shards,
+            all_data is not None,
+            self.digests,
+            cut,
+            ranks,
+            skipped,
         )
         feed.uncounted = 0 if self.reads_skipped else skipped
-        if self.reading is not None and whole is None:  # batches that are handed out are not taken one by one
+        if self.reading is not None and all_data is None:  # batches that are handed out are not taken one by one
             feed.begins = functools.partial(self.reading.begin, feed.supersede, goes_on=self.goes_on)
         feed.sizes = self.sizes
         with tf.device(HOST):
@@ -148,8 +157,8 @@ def distribute_dataset(
     if context.num_input_pipelines > 1 and shard_policy(dataset) in (*DIVIDED, AutoShardPolicy.FILE):
         dataset = _as_one_process(dataset)
     if extended.changes and extended.shards and shard_policy(dataset) != AutoShardPolicy.OFF:
-        return _distribute_whole(extended, dataset, options)
-    in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
+        return _distribute_global_batches(extended, dataset, options)
+    in_python = context.num_input_pipelines > 1 and of_all_workers(dataset)
     if in_python or (context.num_replicas_in_sync > 1 and (has_scalars(dataset) or has_sparse(dataset))):
         return _distribute_rows(extended, dataset, options)
     if options and options.experimental_replication_mode == PER_REPLICA:
@@ -173,13 +182,13 @@ def distribute_dataset(
         "options": options,
     }
 
-    def whole() -> list[tf.data.Dataset]:
+    def all_data() -> list[tf.data.Dataset]:
         # Each worker reads all of it, as one with all replicas of the job.
         everything = tf.distribute.InputContext(num_replicas_in_sync=context.num_replicas_in_sync)
         return list(DistributedDataset(**{**arguments, "input_context": everything})._cloned_datasets)
 
     divides = shard_policy(dataset) in DIVIDED
-    return _made(DistributedDataset, StagedDataset, arguments, digests, whole if divides else None)
+    return _made(DistributedDataset, StagedDataset, arguments, digests, all_data if divides else None)
 
 
 def _as_one_process(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -192,7 +201,7 @@ def _as_one_process(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _ordered(extended: tf.distribute.StrategyExtended, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns `dataset`, in one order if ranks make whole batches of it: else rows would be missing, others twice."""
+    """Returns `dataset`, in one order if ranks make global batches of it: else rows would be missing, others twice."""
     several = extended.shards and extended._make_input_context().num_input_pipelines > 1
     if not several or not is_same_on_all(dataset) or not is_unordered(dataset):
         return dataset
@@ -204,7 +213,7 @@ def _ordered(extended: tf.distribute.StrategyExtended, dataset: tf.data.Dataset)
 def _say_ordered() -> None:
     logger.info(
         "tfps: a dataset is read in a fixed order, though a map, batch, interleave or its options say "
-        "deterministic=False: each rank makes the whole batches and takes its rows of them. For an order by chance "
+        "deterministic=False: each rank makes the global batches and takes its rows of them. For an order by chance "
         "give each rank its own data (AutoShardPolicy.FILE or OFF)"
     )
 
@@ -244,7 +253,7 @@ def _distribute_rows(
     )
 
 
-def _distribute_whole(
+def _distribute_global_batches(
     extended: tf.distribute.StrategyExtended, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
 ) -> Batches:
     """Each worker makes all batches, and cuts its part of each when it is known who else takes it."""
@@ -272,7 +281,7 @@ def distribute_datasets_from_function(
     dataset_fn: Function,
     options: tf.distribute.InputOptions | None,
     digests: BatchDigests | None = None,
-    whole: Whole | None = None,
+    all_data: AllData | None = None,
 ) -> Batches:
     def own_data(context: tf.distribute.InputContext) -> tf.data.Dataset:
         with of_its_own():
@@ -286,7 +295,7 @@ def distribute_datasets_from_function(
         "dataset_fn": own_data,
         "options": options,
     }
-    return _made(DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, digests, whole)
+    return _made(DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, digests, all_data)
 
 
 def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distribute.InputOptions | None) -> Structure:
@@ -296,7 +305,7 @@ def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distrib
 
 
 def _made(
-    plain: type, staged: type, arguments: dict[str, Argument], digests: BatchDigests | None, whole: Whole | None
+    plain: type, staged: type, arguments: dict[str, Argument], digests: BatchDigests | None, all_data: AllData | None
 ) -> Batches:
     extended, options = arguments["strategy"].extended, arguments["options"]
     staging, placed = extended.staging, options is not None and options.experimental_place_dataset_on_device
@@ -304,13 +313,13 @@ def _made(
         return plain(**arguments)
     made = staged(**arguments)
     made.staging, made.digests = staging, digests
-    made.whole = functools.cache(whole) if whole is not None and extended.hands_out else None
+    made.all_data = functools.cache(all_data) if all_data is not None and extended.hands_out else None
     # Batches for CPU devices are always on the host.
     made.on_devices = options is None or options.experimental_fetch_to_device
     return made
 
 
-def of_whole_job(dataset: Batches) -> bool:
+def of_all_workers(dataset: Batches) -> bool:
     """Returns whether `dataset` yields batches made in Python, whose size TensorFlow does not know."""
     return shard_policy(dataset) == AutoShardPolicy.AUTO and made_by_generator(dataset)
 
@@ -341,8 +350,8 @@ def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) ->
     """
 
     def parts(*batch: object) -> tf.data.Dataset:
-        whole = batch if len(batch) > 1 else batch[0]
-        elements = [part_of(replica, replicas, whole) for replica in range(first, first + count)]
+        of_all = batch if len(batch) > 1 else batch[0]
+        elements = [part_of(replica, replicas, of_all) for replica in range(first, first + count)]
         datasets = [tf.data.Dataset.from_tensors(element) for element in elements]
         return functools.reduce(tf.data.Dataset.concatenate, datasets)
 

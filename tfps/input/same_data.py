@@ -1,4 +1,4 @@
-"""Which data ranks must have alike: where each makes whole batches and trains on its rows of them.
+"""Which data ranks must have alike: where each makes global batches and trains on its rows of them.
 
 What random ops of the pipeline have changed (augmentation) may differ between ranks. So what they reach is followed
 through the functions of a dataset, component by component; all else must be the same.
@@ -41,7 +41,7 @@ def shard_policy(dataset: Batches) -> tf.data.experimental.AutoShardPolicy | Non
 
 
 def is_same_on_all(dataset: Batches) -> bool:
-    """Whether each rank makes the whole batches of `dataset` and takes its rows."""
+    """Whether each rank makes the global batches of `dataset` and takes its rows."""
     policy = shard_policy(dataset)
     return policy in DIVIDED and (policy == AutoShardPolicy.DATA or not reads_files(dataset))
 

@@ -188,7 +188,7 @@ class Feed:
         meets: bool,  # several workers synchronize at the first batch that eager code takes
         hands_out: bool = False,
         digests: BatchDigests | None = None,  # of batches; None: this rank makes its own
-        cut: Cut | None = None,  # then groups are whole batches, which are cut again if their ranks turn out to differ
+        cut: Cut | None = None,  # then groups are global batches, which are cut again if their ranks turn out to differ
         ranks: Sequence[int] = (),  # for which they are cut at first
         skipped: int = 0,  # batches that others have taken before
     ) -> None:
@@ -200,11 +200,11 @@ class Feed:
         self._digest_of: dict[int, int] = {}  # by key, of batches whose token is not put
         self._staging, self._stage, self._hands_out = staging, stage, hands_out
         self._groups: Iterator[Group] | None = groups
-        self.sizes: Callable[[int], int] | None = None  # rows of a whole batch of all ranks by position, if known
+        self.sizes: Callable[[int], int] | None = None  # rows of a global batch of all ranks by position, if known
         self._unknown = [UNKNOWN] * (1 + len(staging.devices) + staging.changes)
         self._cut, self._ranks = cut, ranks  # `_ranks`: those of the last batch that was taken
-        # By key: the whole batch, the ranks it is cut for; the lock keeps a batch from being cut by two threads.
-        self._whole: dict[int, tuple[Structure, Sequence[int]]] = {}
+        # By key: the global batch, the ranks it is cut for; the lock keeps a batch from being cut by two threads.
+        self._global_batches: dict[int, tuple[Structure, Sequence[int]]] = {}
         self._rows: dict[int, list[int]] = {}  # in all and by local replica, of staged batches whose token is not put
         self._putting = False  # whether a token is being put, which may wait for room unless it is `_room` that does
         self._lock = threading.Lock()  # guards _thread
@@ -226,10 +226,10 @@ class Feed:
         self._progress: IteratorProgress | None = None
         if staging.agreement is not None:  # tokens are put on request only, and `_room` limits how much is staged
             self._progress = staging.agreement.follow(
-                self.number, batches, self._answer, meets=meets, whole=cut is not None, begin=skipped
+                self.number, batches, self._answer, meets=meets, is_global=cut is not None, begin=skipped
             )
             if self._compares and cut is not None and digests is not None:
-                self._progress.digest_of = lambda key: digests.of_whole(self._whole[key][0])
+                self._progress.digest_of = lambda key: digests.of_global_batch(self._global_batches[key][0])
             for _ in range(staging.depth):
                 self._room.put(1)
 
@@ -306,8 +306,8 @@ class Feed:
                             self._get(self._room)
                         key, begin = next(staging.keys), staging.spans.now()
                         if self._cut is not None:
-                            self._whole[key] = batches[0], self._ranks
-                            batches = self._cut(*self._whole[key])
+                            self._global_batches[key] = batches[0], self._ranks
+                            batches = self._cut(*self._global_batches[key])
                         rows = self._rows_of(batches)
                         if self.sizes is not None:
                             rows[0] = self.sizes(position)
@@ -324,7 +324,7 @@ class Feed:
                             total = rows[0] * (staging.workers if self.sizes is None else 1)
                             self._put_token(key, "", [max(UNKNOWN, total), *rows[1:]])
                             del self._rows[key], self._digest_of[key]
-                            self._whole.pop(key, None)
+                            self._global_batches.pop(key, None)
                         if self._view is not None:
                             with tf.device(HOST):
                                 # In this order: a batch whose token is put meanwhile counts twice.
@@ -434,11 +434,11 @@ class Feed:
 
     def _cut_again(self, key: int, ranks: Sequence[int]) -> int:
         """Stages the batch of `key` for other ranks; returns its new key."""
-        whole, _ = self._whole.pop(key)
+        global_batch, _ = self._global_batches.pop(key)
         self._remove(key)
         self._ranks, new = ranks, next(self._staging.keys)
         with tf.init_scope():
-            batches = self._cut(whole, ranks) if self._cut is not None else []
+            batches = self._cut(global_batch, ranks) if self._cut is not None else []
             self._stage.put(new, batches)
         del self._rows[key]
         self._rows[new], self._digest_of[new] = self._rows_of(batches), self._digest_of.pop(key)
@@ -446,7 +446,7 @@ class Feed:
 
     def _answer(self, key: int | None, text: str, rows: int, ranks: Sequence[int]) -> None:
         """Answers one request; `key` None: there is no batch. Called by `agreement`, on any thread."""
-        if key is not None and ranks and self._cut is not None and ranks != self._whole[key][1]:
+        if key is not None and ranks and self._cut is not None and ranks != self._global_batches[key][1]:
             key = self._cut_again(key, ranks)
         replicas = len(ranks) * len(self._staging.devices) if ranks else UNKNOWN
         with contextlib.suppress(_StoppedError, tf.errors.CancelledError):  # nothing waits any more
@@ -460,7 +460,7 @@ class Feed:
                     self._staging.read.append(digest)
                 self._put_token(key, text, [rows, *own, *[replicas] * self._staging.changes])
                 del self._rows[key]
-                self._whole.pop(key, None)
+                self._global_batches.pop(key, None)
                 self._room.put(1)
 
     def _discard(self, key: int) -> None:

@@ -3,7 +3,7 @@
 In one process a batch counts once, by its one number. Here each replica has a number of its own rows, so it notes by
 which sums over rows it is computed (`RowSums`). When the metrics are read for all ranks, these gather the sums, add
 them up batch by batch, and compute each batch's number: no step waits for it, ranks may have different numbers of
-batches, and what tells of the rows of whole batches is not needed. Where the graph proves no sums, replicas' numbers
+batches, and what tells of the rows of global batches is not needed. Where the graph proves no sums, replicas' numbers
 count by rows.
 
 Until then a metric has what its replica's number would be by its own rows, as the bar within an epoch shows it.
@@ -158,7 +158,7 @@ class BatchNumbers:
         return any(int(queue.size()) for *_, slot in self._of(model) for queue in slot.queues)
 
     def settle(self, strategy: tf.distribute.Strategy, model: Model, *, from_end: bool) -> None:
-        """Gives the model's metrics the numbers of whole batches; all ranks call it.
+        """Gives the model's metrics the numbers of global batches; all ranks call it.
 
         from_end: whether ranks have ended with the same batch, but may have begun later, instead of begun together.
         """

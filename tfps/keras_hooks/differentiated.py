@@ -68,7 +68,7 @@ def _is_summed(share: Share, target: Value, by: Value) -> bool:
 
 
 def say_if_no_mean(share: Share, what: str, value: Value, *, averaged: bool = False) -> None:
-    """Logs once, while tracing, that replicas' `value` does not add up to that of the whole batch.
+    """Logs once, while tracing, that replicas' `value` does not add up to that of the global batch.
 
     averaged: whether it is to be averaged over what its first dimension has.
     """

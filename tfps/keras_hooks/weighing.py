@@ -101,7 +101,7 @@ def _reduce(
     reduction: str = "sum_over_batch_size",
     dtype: str | None = None,
 ) -> Value:
-    """Counts masks, sample weights and sums over the whole batch."""
+    """Counts masks, sample weights and sums over the global batch."""
     share = current_share()
     loss = _reduced(original, share, values, sample_weight, mask, reduction, dtype)
     if share is not None and share.step == "training" and reduction not in (None, "none") and not _is_scalar(values):

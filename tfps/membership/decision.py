@@ -69,7 +69,7 @@ def _bucket(
         reads = [each.reads for each in latest]
         return pb.BucketDecision(
             step=step,
-            unrecoverable=not _is_whole(latest, present, absent),
+            unrecoverable=not _is_complete(latest, present, absent),
             latest=present[reads.index(max(reads))] if len(set(reads)) > 1 else None,
             folder=max(latest, key=lambda each: each.saved).folder,
         )
@@ -80,8 +80,8 @@ def _bucket(
     return pb.BucketDecision(step=step, giver=present[donor], last=held[donor].last or views[donor])
 
 
-def _is_whole(held: Sequence[pb.Latest], present: Sequence[int], absent: Collection[int]) -> bool:
-    """Whether what `present` have makes a whole, without `absent`. A table without a snapshot is as it was declared."""
+def _is_complete(held: Sequence[pb.Latest], present: Sequence[int], absent: Collection[int]) -> bool:
+    """Whether what `present` have is complete, without `absent`. A table without a snapshot is as it was declared."""
     assigned = held[0].assigned
     if any(each.assigned != assigned for each in held):
         return False  # parameters of some are those from before

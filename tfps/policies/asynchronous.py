@@ -50,7 +50,7 @@ class Asynchronous(Independent):
 
     def stepping(self) -> Stepping:
         waits = not self.together and self._config.staleness is not None
-        return Stepping(waits=waits, whole_replies=True, every_step=False)
+        return Stepping(waits=waits, uncoded_replies=True, every_step=False)
 
     def check_saves_now(self, what: str) -> None:
         if self.in_epoch:
@@ -171,4 +171,4 @@ class Asynchronous(Independent):
 
 
 def _hands_out(epochs: Batches) -> bool:
-    return getattr(distributed_dataset(epochs), "whole", None) is not None
+    return getattr(distributed_dataset(epochs), "all_data", None) is not None

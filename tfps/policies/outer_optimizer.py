@@ -198,14 +198,14 @@ class OuterOptimizer(RemoteRule):
     def _note(self, timestamps: Timestamps, step: tf.Tensor, mixed: Sequence[tf.Tensor]) -> None:
         """Sends the timestamps of a step, which may send nothing else; `mixed`: two per fragment, with overlap."""
         transfer, graph = InnerStep(self._runtime.spans), ops.get_default_graph()
-        times = [tf.cast(step, tf.float64), *(timestamps.of_bucket([], whole=True).times[:2] or (0.0, 0.0))]
+        times = [tf.cast(step, tf.float64), *(timestamps.of_bucket([], reports_step=True).times[:2] or (0.0, 0.0))]
         for buckets in self._buckets:
             if self._overlap:
                 number, spec, _ = min(buckets, key=lambda each: each[1].priority)
                 transfer.awaited.append((number, spec, 0))
                 continue
             for number, spec, ids in buckets:
-                noted = timestamps.of_bucket(ids, whole=False)
+                noted = timestamps.of_bucket(ids, reports_step=False)
                 transfer.awaited.append((number, spec, noted.variable))
                 times += noted.times[2:] or (0.0, 0.0)
         timestamps.done()

@@ -20,7 +20,7 @@ from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import RankSets, View
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, not_written
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import WHOLE, Header
+from tfps.wire.frames import UNCODED, Header
 
 
 class RankScalars:
@@ -111,7 +111,7 @@ class AsyncSlice(OwnedSlice):
         self._phase = bound.phase.number
         self._marked: dict[int, _Pushed] = {}  # wait for all ranks' assignments
         self._held: dict[int, Push] = {}  # applied, but their ranks are too far ahead
-        self._whole: dict[int, _Pushed] = {}  # ranks' residuals, until all have pushed theirs
+        self._residuals: dict[int, _Pushed] = {}  # ranks' residuals, until all have pushed theirs
         self._seen: dict[int, Floats] = {}  # the parameters that each rank has, if delay is compensated
 
     def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
@@ -123,7 +123,7 @@ class AsyncSlice(OwnedSlice):
 
     def change_view(self, view: View, upcoming: Container[int] = ()) -> list[Answer]:
         with self.lock:
-            for waiting in (self._marked, self._whole, self._held):
+            for waiting in (self._marked, self._residuals, self._held):
                 for rank in waiting.keys() - set(view.ranks):
                     del waiting[rank]
             self._align()
@@ -138,8 +138,8 @@ class AsyncSlice(OwnedSlice):
         part, scalars = push.part(self._format), self._scalars.at(rank, step)
         pushed = _Pushed(push, None if part is None else self._format.decoded(part)[0], scalars, now_ns)
         self._steps[rank] += 1
-        if push.header.flags & WHOLE:
-            self._whole[rank] = pushed
+        if push.header.flags & UNCODED:
+            self._residuals[rank] = pushed
             return self._collected()
         self._arrived(push, now_ns)
         if scalars is None:
@@ -173,7 +173,7 @@ class AsyncSlice(OwnedSlice):
     def missing(self, asking: int | None = None) -> list[int]:
         with self.lock:
             everyone = self.bound.view.ranks
-            late = {rank for each in (self._marked, self._whole) if each for rank in everyone if rank not in each}
+            late = {rank for each in (self._marked, self._residuals) if each for rank in everyone if rank not in each}
             for rank in self._held:
                 if asking in (None, rank):
                     late.update(self.bound.slower(self._done, rank))
@@ -183,23 +183,23 @@ class AsyncSlice(OwnedSlice):
         """Those who are too far ahead do without a rank that leaves or quiesces; those who assign or collect do not."""
         with self.lock:
             for rank in ranks:
-                for waiting in (self._marked, self._whole):
+                for waiting in (self._marked, self._residuals):
                     if waiting and rank not in waiting:
                         return Late(rank, next(iter(waiting.values())).push.header.step)
             return None
 
     def _collected(self) -> list[Answer]:
         """Once all ranks have pushed their residuals, the sum for all of them, added in rank order."""
-        if not self._whole or not self._whole.keys() >= set(self.bound.view.ranks):
+        if not self._residuals or not self._residuals.keys() >= set(self.bound.view.ranks):
             return []
-        collected, self._whole = self._whole, {}
+        collected, self._residuals = self._residuals, {}
         total = np.zeros(self.nbytes // 4, np.float32)
         for rank in sorted(collected):
             if (part := collected[rank].gradient) is not None:
                 with np.errstate(all="ignore"):
                     total += part
         payload = total.view(np.uint8).data
-        return [Answer((rank,), _alone(pushed.push, WHOLE), payload) for rank, pushed in collected.items()]
+        return [Answer((rank,), _alone(pushed.push, UNCODED), payload) for rank, pushed in collected.items()]
 
     def _apply(self, pushed: _Pushed) -> None:
         push, gradient, scalars, arrived_ns = pushed
@@ -229,7 +229,7 @@ class AsyncSlice(OwnedSlice):
     def _answer(self, push: Push) -> Answer:
         """A copy of the parameters: other ranks' pushes change them while it is on its way."""
         rank, target, parameters = push.rank, push.target, self.parameters.parameters
-        header = _alone(push, 0 if self._format.codec is None else WHOLE)
+        header = _alone(push, 0 if self._format.codec is None else UNCODED)
         if self._delay_compensation:
             parameters = self._seen[rank] = parameters.copy()
         if target is not None:

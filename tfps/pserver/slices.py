@@ -21,7 +21,7 @@ from tfps.trace.capture import NONE
 from tfps.trace.capture import Kind as SpanKind
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
-from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
+from tfps.wire.frames import EMPTY, LAST, UNCODED, Header, Kind
 from tfps.wire.send_queue import Encoding
 from tfps.wire.shared_memory import Target
 
@@ -44,17 +44,17 @@ class Push(NamedTuple):
     def part(self, format_: SliceFormat) -> Array | None:
         """What it contributes; None: nothing."""
         flags, payload, target = self.header.flags, self.payload, self.target
-        encoded, whole = format_.codec is not None, bool(flags & WHOLE)
-        expected = 0 if flags & EMPTY else format_.part_bytes(whole)
-        if len(payload) != expected or flags & LAST or (target is not None if encoded else whole):
-            rule = "in its frame and no LAST flag" if encoded else "and no LAST or WHOLE flag"
+        encoded, uncoded = format_.codec is not None, bool(flags & UNCODED)
+        expected = 0 if flags & EMPTY else format_.part_bytes(uncoded)
+        if len(payload) != expected or flags & LAST or (target is not None if encoded else uncoded):
+            rule = "in its frame and no LAST flag" if encoded else "and no LAST or UNCODED flag"
             raise ProtocolError(
                 f"payload of {format_.label} must have {expected} bytes {rule}, got {len(payload)} bytes and flags "
                 f"{flags}"
             )
         if target is not None and target.place.nbytes != format_.nbytes:
             raise ProtocolError(f"the place of {format_.label} must have {format_.nbytes} bytes, got {target.place}")
-        return None if flags & EMPTY else format_.part(payload, whole)
+        return None if flags & EMPTY else format_.part(payload, uncoded)
 
 
 class Answer(NamedTuple):
@@ -201,7 +201,7 @@ class SumSlice(RoundSlice):
         rank, header, payload, target = push
         part = push.part(self.round.format)
         owned = target is None and not payload.readonly
-        self.round.add(rank, header.step, part, whole=bool(header.flags & WHOLE), owned=owned)
+        self.round.add(rank, header.step, part, uncoded=bool(header.flags & UNCODED), owned=owned)
         if target is not None:
             self._targets[rank] = target
 
@@ -222,30 +222,30 @@ class SumSlice(RoundSlice):
         with self.lock:
             step, arrived = self.round.step, len(self.round.arrived)
             enough = arrived and arrived >= quorum * len(self.round.view.ranks) - _ROUNDING
-            if not enough or self.round.whole or self._scalars is None or self._scalars.marked(step):
+            if not enough or self.round.uncoded or self._scalars is None or self._scalars.marked(step):
                 return step, []
             return step, self.round.missing()
 
     def _sum(self, last: bool) -> tuple[memoryview | Encoding, int]:
-        """The sum and its flags: whole (not encoded), without a residual, if ranks collect theirs or it is the last."""
-        whole, contributed = self.round.whole, self.round.contributed
+        """The sum and its flags: uncoded, without a residual, if ranks collect theirs or it is the last."""
+        uncoded, contributed = self.round.uncoded, self.round.contributed
         total = self.round.finish()
         if self._codec is None:
             return total, 0
         values = np.frombuffer(total, np.float32)
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the residual.
-        if not whole and not last:
+        if not uncoded and not last:
             return Encoding(self._codec, values, self._residual if contributed else None), 0
         if self._residual is not None and self._residual.any():  # adding 0 makes -0 to 0
             with np.errstate(all="ignore"):
                 values = values + self._residual
             self._residual[...] = 0
-        return values.view(np.uint8).data, WHOLE
+        return values.view(np.uint8).data, UNCODED
 
     def _updated(self, parameters: ParameterShard, step_scalars: RoundScalars) -> tuple[memoryview | Encoding, int]:
-        if self.round.whole:  # the sum of the ranks' residuals, which changes nothing here
+        if self.round.uncoded:  # the sum of the ranks' residuals, which changes nothing here
             step_scalars.skip(self.round.step)
-            return self.round.finish(), WHOLE
+            return self.round.finish(), UNCODED
         scalars = step_scalars.at(self.round.step)
         if scalars.mark and not step_scalars.writers.intersection(self.round.arrived):
             raise not_written(self.round.label)

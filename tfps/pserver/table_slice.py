@@ -25,7 +25,7 @@ from tfps.tables.rounds import Answers, Applied, OpenLookup, Rounds, Rows
 from tfps.tables.spec import TableSpec
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import EMPTY, LAST, LOOKUP, WHOLE
+from tfps.wire.frames import COMPLETE, EMPTY, LAST, LOOKUP
 
 _NOTHING = memoryview(b"")
 _LOOK_S = 0.5  # between looks whether the job has failed
@@ -83,7 +83,7 @@ class TableSlice(OwnedSlice):
         if last and len(lookup.ids):  # how long they have been held back
             self._record(push, lookup.came_ns, 4 * self.table.spec.dim * len(lookup.ids), push.header.index, "held")
         data = rows.reshape(-1).view(np.uint8).data if chosen is None else memoryview(encode_some(chosen, rows))
-        header = push.reply(LAST * last | WHOLE * (chosen is None))._replace(generation=1)
+        header = push.reply(LAST * last | COMPLETE * (chosen is None))._replace(generation=1)
         return Answer((push.rank,), header, data)
 
     def _of_update(self, answer: Applied) -> list[Answer]:

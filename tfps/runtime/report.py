@@ -39,7 +39,7 @@ class Stepping:
     fragments: int = 1  # this and the next: of `Config`
     overlap_steps: int = 0
     waits: bool = True  # whether workers wait for each other's steps
-    whole_replies: bool = False  # whether replies are parameters, not compressed as gradients are
+    uncoded_replies: bool = False  # whether replies are parameters, not compressed as gradients are
     every_step: bool = True  # whether each step exchanges gradients that all wait for: other ways to train are faster
 
     @property
@@ -248,7 +248,7 @@ def make_report(
     bytes_per_s = _rate(links)
     step_bytes = sum(h.nbytes for h in buckets)
     sent_bytes = sum(h.nbytes if h.sent_bytes is None else h.sent_bytes for h in buckets)
-    received_bytes = step_bytes if stepping.whole_replies else sent_bytes
+    received_bytes = step_bytes if stepping.uncoded_replies else sent_bytes
     dense_bytes = max(sent_bytes, received_bytes)  # both ways are used at the same time
     uses = tuple(use for table in tables if (use := table.use()) is not None)
     wire_bytes = max(

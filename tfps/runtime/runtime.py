@@ -389,7 +389,7 @@ class Runtime:
         if update is not None:
             if self.recorder.enabled:
                 self.spans.sent(update, step, number, len(payload or b""), done)
-            if update.whole:
+            if update.reports_step:
                 self.spans.count()
 
     def push(

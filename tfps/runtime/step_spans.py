@@ -86,7 +86,7 @@ class StepSpans:
             self._open[graph_run] = len(transfer.group), [], []
         expected, gradients, passes = self._open[graph_run]
         gradients.append(ready)
-        if transfer.whole:
+        if transfer.reports_step:
             passes.append((step, begin, forward))
         if len(gradients) == expected:
             del self._open[graph_run]

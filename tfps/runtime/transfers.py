@@ -85,7 +85,7 @@ class DeferredUpdate(Transfer):
         group.add(self)
         self.kept: tuple[str, ...] = ()  # names of values that the update reads as of the send
         self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
-        self.whole = False  # whether its messages include the times of the forward pass
+        self.reports_step = False  # whether its messages include the times of the forward pass
         self.functions: list[Function] = []  # one per local replica
         self.invariants: Comparison | None = None
         self.leads = False  # whether each digest is compared

@@ -187,7 +187,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         return tuple(self._present(b""))
 
     def own_part(self, batch: Structure, ranks: Sequence[int]) -> list[Structure]:
-        """What the local replicas take of a whole batch that these ranks divide."""
+        """What the local replicas take of a global batch that these ranks divide."""
         own, rank = len(self._devices), self._runtime.exchange.rank
         first = own * ranks.index(rank)
         with tf.device(HOST):

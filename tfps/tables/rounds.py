@@ -88,7 +88,7 @@ class _Step:
     complete: dict[int, int] = field(default_factory=dict)  # who asks for no more, in which attempt at the step
 
     @property
-    def whole(self) -> set[int]:
+    def added_all(self) -> set[int]:
         """Who has added all."""
         return {rank for rank, each in self.added.items() if each.header is not None}
 
@@ -163,9 +163,9 @@ class Rounds:
     def completed(self) -> Answers:
         """Applies steps to which all ranks have added; answers them, and who waited for that."""
         answers: Answers = []
-        while not self.held and (step := self._steps.get(self.step)) and step.whole >= set(self.view.ranks):
+        while not self.held and (step := self._steps.get(self.step)) and step.added_all >= set(self.view.ranks):
             del self._steps[self.step]
-            answers.append(self._apply([step.added[rank] for rank in sorted(step.whole)], together=True))
+            answers.append(self._apply([step.added[rank] for rank in sorted(step.added_all)], together=True))
             self.step += 1
             answers += self.current()
         return answers + self._early() if answers else []
@@ -193,19 +193,19 @@ class Rounds:
 
     def missing(self, asking: int | None = None) -> list[int]:
         """The ranks that others wait for, or `asking` alone if it is not the same for all."""
-        whole = self._whole
+        done = self._added_all
         # Who only prefetches waits for nobody yet; whose step it is has added to the one before.
-        return [rank for rank in self.view.ranks if rank not in whole] if whole else []
+        return [rank for rank in self.view.ranks if rank not in done] if done else []
 
     def late(self, ranks: Iterable[int]) -> int | None:
         """The first of `ranks` that others wait for and cannot do without."""
-        whole = self._whole
-        return next((rank for rank in ranks if whole and rank not in whole), None)
+        done = self._added_all
+        return next((rank for rank in ranks if done and rank not in done), None)
 
     @property
-    def _whole(self) -> set[int]:
+    def _added_all(self) -> set[int]:
         """Who has added all in the current step."""
-        return step.whole if (step := self._steps.get(self.step)) else set()
+        return step.added_all if (step := self._steps.get(self.step)) else set()
 
     def is_applied(self, rank: int, step: int) -> bool:
         """Whether the steps of `rank` before `step` have been."""
@@ -307,7 +307,7 @@ class Apart(Rounds):
     def completed(self) -> Answers:
         answers: Answers = []
         for number, step in list(self._steps.items()) if not self.held else ():
-            for rank in step.whole:
+            for rank in step.added_all:
                 added = step.added.pop(rank)
                 step.looked_up.pop(rank, None)
                 # Rows expire by the steps of the rank that is first.

@@ -232,9 +232,9 @@ class UpdateScheduler:
                 transfer.invariants = self._compared if bucket.compared else None
                 self._runtime.adopt(transfer, graph)
             transfer.leads = bucket.spec.priority == last
-            noted = timestamps.of_bucket(bucket.ids, whole=transfer.leads) if timestamps else NotedTimes()
+            noted = timestamps.of_bucket(bucket.ids, reports_step=transfer.leads) if timestamps else NotedTimes()
             if replica == 0:
-                transfer.read, transfer.whole = noted.variable, noted.whole
+                transfer.read, transfer.reports_step = noted.variable, noted.reports_step
             carries = index % self._replicas == replica
             bucket.send(transfer, self._runtime.queue, graph_run, carries, noted.times)
         if timestamps is not None:

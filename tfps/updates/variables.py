@@ -362,7 +362,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
         The mean over replicas then equals that of a batch that divides evenly. Sums are not weighted, nor is what does
-        not come from this replica's rows: a counter's increment, a statistic of the whole batch. Eagerly nobody can
+        not come from this replica's rows: a counter's increment, a statistic of the global batch. Eagerly nobody can
         tell, so a step of Keras takes the mean at once. TensorFlow reduces tensors only, and takes a number as it is.
         """
         summed = self._aggregation == tf.VariableAggregation.SUM

@@ -22,7 +22,7 @@ from tfps.exchange.layout import Cutting, Placer, Slice, cut, cut_sum
 from tfps.membership.view import View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind, decode_ranks
+from tfps.wire.frames import EMPTY, LAST, SHARED, UNCODED, Header, Kind, decode_ranks
 from tfps.wire.send_queue import Encoding, Outgoing
 from tfps.wire.shared_memory import Place, Region, Sharing, aligned_empty
 
@@ -35,7 +35,7 @@ class Push:
 
     payload: memoryview | None
     on_reply: OnReply
-    whole: bool = False  # not encoded: a residual, or a result that others lack
+    uncoded: bool = False  # a residual, or a result that others lack
     step_scalars: bytes = b""
     step: int = 0
     started_s: float = 0.0
@@ -82,7 +82,7 @@ class PushedBucket:
         return cls(spec, cut_sum(spec, slice_bytes, placer), everybody, residual=residual)
 
     @property
-    def whole_residual(self) -> memoryview | None:
+    def uncoded_residual(self) -> memoryview | None:
         """A copy of what the codec could not express yet; None: it does not feed that back."""
         return None if self.residual is None else self.residual.copy().view(np.uint8).data
 
@@ -122,12 +122,12 @@ class PushedBucket:
         if self.before is not None and self.residual is not None:
             self.before.pop(push.step - 2, None)
             self.before[push.step] = self.residual.copy()
-        if push.whole:
+        if push.uncoded:
             codec = None
         elif codec is None and is_sum and memory.arena and memory.pservers.intersection(owners):
             push.region = memory.arena.allocate(self.spec.nbytes)
         payload = push.payload
-        flags = (EMPTY if payload is None else 0) | (WHOLE if push.whole else 0)
+        flags = (EMPTY if payload is None else 0) | (UNCODED if push.uncoded else 0)
         slices = self.cutting.slices if is_sum else cut(0 if payload is None else len(payload), piece_bytes)
         for index, piece in enumerate(slices):
             first, end = piece.offset, piece.offset + piece.nbytes
@@ -150,7 +150,7 @@ class PushedBucket:
         if (push := self._answered_by(incoming, header)) is None or self.spec.kind != "sum":
             return None
         where = self._where(incoming.pserver, header, nbytes)
-        if self.spec.codec is not None and not header.flags & WHOLE:
+        if self.spec.codec is not None and not header.flags & UNCODED:
             return None
         out = self._arrives(push, header.index, where)
         push.placed.add(header.index)
@@ -183,7 +183,7 @@ class PushedBucket:
         else:
             out = self._arrives(push, index, where)
             codec = self.spec.codec
-            if codec is not None and not header.flags & WHOLE:
+            if codec is not None and not header.flags & UNCODED:
                 codec.decode(np.frombuffer(payload, np.uint8), out.view(np.float32))
             elif place is None:
                 np.copyto(out, np.frombuffer(payload, np.uint8))
@@ -195,8 +195,8 @@ class PushedBucket:
             push.copied.add(index)
             for rank in self.everybody.difference(ranks) if len(ranks) < len(self.everybody) else ():
                 push.without.setdefault(rank, []).append(index)
-            whole = len(push.copied) == len(self.cutting.slices)
-            return Reply(sum=push.buffer, ranks=push.ranks, step=push.step) if whole else None
+            complete = len(push.copied) == len(self.cutting.slices)
+            return Reply(sum=push.buffer, ranks=push.ranks, step=push.step) if complete else None
 
     def receive(self, incoming: Incoming, header: Header, payload: memoryview, place: Place | None) -> None:
         """Takes a frame of a reply, and gives the reply to whoever has pushed once it is complete."""
@@ -237,7 +237,7 @@ class PushedBucket:
             raise ProtocolError(f"bucket '{self.spec.name}' has no slice {index} on this pserver")
         where = self.cutting.slices[index]
         expected = where.nbytes
-        if codec is not None and not header.flags & WHOLE:
+        if codec is not None and not header.flags & UNCODED:
             expected = codec.wire_bytes(expected // ITEM_BYTES)
         if nbytes is not None and nbytes != expected:
             name = self.spec.name

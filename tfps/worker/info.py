@@ -91,8 +91,8 @@ class WorkerState:
                 self.set_residual(bucket, np.asarray(reply.sum).view(np.float32))
             on_reply(reply)
 
-        residual = interface.declared(self._pushes.buckets, bucket).whole_residual
-        self._pushes.put(bucket, Push(residual, take, whole=True))
+        residual = interface.declared(self._pushes.buckets, bucket).uncoded_residual
+        self._pushes.put(bucket, Push(residual, take, uncoded=True))
 
     def set_residual(self, bucket: int, values: Floats) -> None:
         if (residual := self._pushes.buckets[bucket].residual) is not None:

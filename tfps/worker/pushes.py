@@ -87,7 +87,7 @@ class Pushes:
                 reply = Reply(error=PserverLostError(text))
             on_reply(reply)
 
-        push = Push(as_bytes(result), take, whole=spec.codec is not None)
+        push = Push(as_bytes(result), take, uncoded=spec.codec is not None)
         self.put(bucket, push)
 
     def skip(self, buckets: Collection[int], step: int, on_reply: Callable[[int, Reply], None]) -> bool:

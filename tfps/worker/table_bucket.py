@@ -23,7 +23,7 @@ from tfps.exchange.requests import Ids, Lookup, RowUpdate
 from tfps.membership.view import View
 from tfps.tables.messages import decode_rows, decode_some, encode_ids, encode_push, rows_of_frame
 from tfps.tables.spec import TableSpec
-from tfps.wire.frames import EMPTY, LAST, LOOKUP, WHOLE, Header, Kind
+from tfps.wire.frames import COMPLETE, EMPTY, LAST, LOOKUP, Header, Kind
 from tfps.wire.send_queue import Outgoing
 from tfps.wire.shared_memory import Place, aligned_empty
 from tfps.worker.bucket import Incoming, Push, PushedBucket
@@ -191,7 +191,7 @@ class TableBucket(PushedBucket):
 
     def _put(self, frame: _Frame, flags: int, payload: memoryview) -> None:
         dim, rows = self.table.dim, frame.rows.rows
-        if flags & WHOLE:
+        if flags & COMPLETE:
             rows[frame.places] = decode_rows(payload, len(frame.places), dim)
             return
         chosen, found = decode_some(payload, len(frame.places), dim)

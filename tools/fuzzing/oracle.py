@@ -201,7 +201,7 @@ RULES = (
     Rule(
         "states that are no means over rows",
         lambda case: _several(case) and _uses(case, *NO_MEANS),
-        "replicas' values cannot be combined to that of the whole batch",
+        "replicas' values cannot be combined to that of the global batch",
         refused=("mean over rows", "mean over the rows", "aggregation="),
     ),
     Rule(
@@ -326,7 +326,7 @@ RULES = (
         lambda case: (
             _several(case) and "OnBatch" in case.actions_of and (_clips(case) or _uses(case, "BatchNormalization"))
         ),
-        "gives each replica the whole batch",
+        "gives each replica the global batch",
         NOTHING,
     ),
     Rule(

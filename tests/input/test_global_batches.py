@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfps
 from tfps.errors import UnsupportedError, in_graph_error
-from tfps.input.whole_batches import filtered, has_one_size
+from tfps.input.global_batches import filtered, has_one_size
 from tfps.types import Batches, Structure
 
 NODES, EDGES = np.ones((3, 2), "float32"), np.zeros((5, 2), "int64")

@@ -1,6 +1,6 @@
-"""What whole batches must be that are cut into parts for replicas: all of a batch has one first dimension, its rows.
+"""What global batches must be that are cut into parts for replicas: all of a batch has one first dimension, its rows.
 
-Tested in tests/input/test_whole_batches.py.
+Tested in tests/input/test_global_batches.py.
 """
 
 from __future__ import annotations
