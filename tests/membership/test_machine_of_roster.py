@@ -115,7 +115,7 @@ class MachineOfRoster(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.part)))
-        self.members.members[rank].state = State.GONE
+        self.members.members[rank].state = State.DEPARTED
         (told,) = self.members.leave(rank)[1]
         assert told == Notify(Loss(rank, How.ENDED, f"{self.members.members[rank]} has left"))
         self.streaming.discard(rank)
@@ -128,7 +128,7 @@ class MachineOfRoster(RuleBasedStateMachine):
     def the_last_one_stays_in_the_view(self) -> None:
         rank, view = min(self.part), self.members.view
         assert self.members.leave(rank) == (view, [])
-        if self.members.members[rank].state is not State.GONE:
+        if self.members.members[rank].state is not State.DEPARTED:
             assert self.members.lose(rank, "died") is None
 
     @rule(rank=RANKS, training=st.integers(0, 1))
@@ -162,7 +162,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         assert set(members.members) == self.here
         assert set(members.lost) == self.lost
         assert members.not_streaming() == sorted(self.part - self.streaming)
-        assert members.gone() == []
+        assert members.departed() == []
         assert not members.over
         assert [view.place(rank) for rank in view.ranks] == list(range(len(self.part)))
         for rank in self.lost:

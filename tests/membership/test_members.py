@@ -121,6 +121,6 @@ def test_a_job_is_over_when_all_that_joined_are_gone() -> None:
     first.state = State.STREAMING
     assert members.not_streaming() == [1]
     assert not members.over
-    first.state = State.GONE
+    first.state = State.DEPARTED
     assert members.over
-    assert members.gone() == [0]
+    assert members.departed() == [0]

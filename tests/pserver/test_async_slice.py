@@ -111,7 +111,7 @@ def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
     assert ranks.slice.missing(0) == [2]
     assert ranks.slice.missing(1) == []
     assert ranks.slice.late([2]) is None  # without it they go on: it may leave
-    ranks.bound.quiesce(2, gone=True)
+    ranks.bound.quiesce(2, departed=True)
     assert ranks.released().keys() == {0}
 
 

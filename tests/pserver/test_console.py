@@ -58,7 +58,7 @@ def test_rates_are_differences_per_second() -> None:
     assert found.late_s == pytest.approx(0.2 / 40)
 
 
-@pytest.mark.parametrize("before", [None, NOW, member(0, "host", 6, "gone", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("before", [None, NOW, member(0, "host", 6, "departed", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)])
 def test_a_member_of_a_new_job_has_no_rates_yet(before: pb.MemberStatus | None) -> None:
     assert rates(before, BEFORE, 2.0).received_bytes_per_s == 0
 

@@ -78,7 +78,7 @@ def test_who_collects_is_woken(how: str) -> None:
         if how == "uploaded":
             made.upload(1, 1, pb.Records(number=1, last=True))
         elif how == "gone":
-            assert made.gone(1) == 0
+            assert made.departed(1) == 0
         elif how == "failed":
             made.fail(WorkerLostError("rank 1 died"))
         else:

@@ -294,7 +294,7 @@ def test_who_replaces_rows_waits_for_the_others_as_long_as_the_job_says(
     waiting = threading.Thread(target=first.tables.assign, args=[put])
     waiting.start()
     tables = [each for _, each in pserver._job._state.shard.slices() if isinstance(each, TableSlice)]
-    poll(lambda: not waiting.is_alive() or any(each._arrived for each in tables))
+    poll(lambda: not waiting.is_alive() or any(each._replacing for each in tables))
     assert waiting.is_alive()
     second.tables.assign(put)
     waiting.join()

@@ -101,7 +101,7 @@ def test_slices_in_shared_memory_that_were_pushed_before_a_rank_left_count() -> 
             jobs.poll(lambda: not first._queues[0].load.queued_slices)
             leaving = threading.Thread(target=first._leave)
             leaving.start()
-            jobs.poll(lambda: server._job._state.roster.members[0].state is State.GONE)
+            jobs.poll(lambda: server._job._state.roster.members[0].state is State.DEPARTED)
         leaving.join(jobs.DEADLINE_S)
         assert summed(push(second, 0, np.full(256, 2, np.float32)).wait()).tolist() == [3] * 256
         first.close()

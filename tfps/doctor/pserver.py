@@ -309,7 +309,7 @@ class Visit:
 
     def _look_at_job(self, job: pb.StatusReply, reply: pb.ProbeReply) -> Check:
         self.busy, self._members, cluster = job.state in _BUSY, job.members, self._client.cluster
-        here = sum(member.state != "gone" for member in job.members)
+        here = sum(member.state != "departed" for member in job.members)
         values = {
             "state": job.state,
             "workers": reply.workers,

@@ -26,22 +26,22 @@ class StalenessBound:
         self.staleness = staleness
         self.view = view  # replaced by `Shard.set_view`
         self._lock = threading.Lock()  # guards what follows
-        self._gone: set[int] = set()
+        self._departed: set[int] = set()
         self.phase = Phase(0, frozenset(view.ranks))  # replaced as a whole, so that it is read without the lock
 
-    def quiesce(self, rank: int, *, gone: bool = False) -> None:
-        """`rank` steps no further in this phase or, if it is `gone`, in any."""
+    def quiesce(self, rank: int, *, departed: bool = False) -> None:
+        """`rank` steps no further in this phase or, if it has `departed`, in any."""
         with self._lock:
-            if gone:
-                self._gone.add(rank)
+            if departed:
+                self._departed.add(rank)
             number, active = self.phase.number, self.phase.active - {rank}
             if not active:
-                number, active = number + 1, frozenset(self.view.ranks) - self._gone
+                number, active = number + 1, frozenset(self.view.ranks) - self._departed
             self.phase = Phase(number, active)
 
     def quiesced(self) -> list[int]:
         """The ranks that are quiesced while others step."""
-        others = self.phase.active | self._gone
+        others = self.phase.active | self._departed
         return [rank for rank in self.view.ranks if rank not in others]
 
     def slower(self, steps: Mapping[int, int], rank: int) -> list[int]:

@@ -53,7 +53,7 @@ class _Decision:
 
 @dataclass(eq=False)
 class IteratorProgress:
-    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `agreement` guards the rest."""
+    """How far one iterator is, here and on the other ranks. Any thread may set `closed`; `agreement` guards others."""
 
     agreement: BatchAgreement
     batches: int | None  # how many there are, if known
@@ -62,7 +62,7 @@ class IteratorProgress:
     knows_end: bool  # the end of the data is known before the next batch is requested
     is_global: bool = False  # each rank has the global batch, and knows its part when the ranks that take it are known
     begin: int = 0  # the first position here: others have taken those before
-    gone: bool = False
+    closed: bool = False
     place: int | None = None  # index among the iterators in lockstep, the same on all ranks
     asked: int = 0  # number of positions requested
     known: int = 0  # number that exist
@@ -109,13 +109,13 @@ class IteratorProgress:
     def leave(self) -> None:
         """Stops answering requests."""
         with self.agreement.changes(self):
-            self.gone = True
+            self.closed = True
             self.answer = lambda key, error, rows, ranks: None
 
     def close(self) -> None:
         """Tells waiting requests that the strategy is closed, and sends announcements other ranks may wait for."""
         with self.agreement.changes(self):
-            self.gone = True
+            self.closed = True
             while self.waiting:
                 self.waiting.popleft()
                 self.answer(None, CLOSED, UNKNOWN, ())
@@ -126,7 +126,7 @@ class IteratorProgress:
             return _UNKNOWN if self.batches is None else max(self.batches - position, 1)
         if self.end is not None:
             return _FAILED if self.error and position == self.end else _NONE
-        if self.gone:  # not requested here any more; a counting loop may leave before it sees the end
+        if self.closed:  # not requested here any more; a counting loop may leave before it sees the end
             return _NONE if self.batches is not None and position >= self.batches else _UNKNOWN
         return None
 
@@ -214,7 +214,7 @@ class BatchAgreement:
         """
         with self._lock:
             progress = self._iterators.get(number)
-            if progress is None or progress.gone:
+            if progress is None or progress.closed:
                 return
             position, progress.asked = progress.asked, progress.asked + 1
             exchanges = self.runtime.exchanges
@@ -278,7 +278,7 @@ class BatchAgreement:
         """Announces what other ranks may wait for, and fails local requests."""
         with self._lock:
             for progress in list(self._iterators.values()):
-                progress.gone = True
+                progress.closed = True
             self._push_owed()
             self.fail(CLOSED)
 
@@ -438,7 +438,7 @@ class BatchAgreement:
             if position == progress.joined and progress.digest_of is not None and code not in (_NONE, _FAILED):
                 if (key := progress.ready.get(position)) is not None:
                     digest = progress.digest_of(key)
-                elif not progress.gone:  # it will be staged soon
+                elif not progress.closed:  # it will be staged soon
                     return
             self._owed.popleft()
             place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)

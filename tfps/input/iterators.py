@@ -203,7 +203,7 @@ class Loop(Request):
         said, progress = int(graph_run), self._progress
         if said == _BEGINS or progress is None:
             self._begin()
-        elif progress.gone:
+        elif progress.closed:
             self._answer(None, CLOSED, UNKNOWN, ())
         else:
             if said != _NONE:

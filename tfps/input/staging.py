@@ -260,7 +260,7 @@ class Feed:
         """
         self.stopped = True
         if self._progress is not None:
-            self._progress.gone = True
+            self._progress.closed = True
         if self._allowed is not None:
             self._allowed.put(1)
         self._room.put(1)

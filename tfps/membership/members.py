@@ -19,7 +19,7 @@ class State(enum.Enum):
 
     JOINED = "joined"
     STREAMING = "streaming"
-    GONE = "gone"
+    DEPARTED = "departed"
 
 
 @dataclass(frozen=True, slots=True)

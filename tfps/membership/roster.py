@@ -27,7 +27,7 @@ class How(enum.Enum):
     """What is known of a worker that takes part no more."""
 
     LOST = "lost"  # it has died, or given up
-    SILENT = "silent"  # it may be alive
+    SUSPECTED = "suspected"  # it has been silent, and may be alive
     ENDED = "ended"  # its program has ended
 
 
@@ -150,13 +150,13 @@ class Roster:
         return str(self.members.get(rank, f"rank {rank} (not joined)"))
 
     def not_streaming(self) -> list[int]:
-        """Ranks that have not fully joined, or are gone."""
+        """Ranks that have not fully joined, or have departed."""
         streaming = {rank for rank, member in self.members.items() if member.state is State.STREAMING}
         return [rank for rank in self.view.ranks if rank not in streaming]
 
-    def gone(self) -> list[int]:
+    def departed(self) -> list[int]:
         """Ranks that have left or died, and without which the others cannot go on."""
-        return [rank for rank in self.view.ranks if rank in self.members and self.members[rank].state is State.GONE]
+        return [rank for rank in self.view.ranks if rank in self.members and self.members[rank].state is State.DEPARTED]
 
     # Changes
 
@@ -166,7 +166,7 @@ class Roster:
 
     def lose(self, rank: int, why: str, how: How = How.LOST) -> Change | None:
         """`rank` is lost: the others go on without it. None: there is no such member any more, or they cannot."""
-        if (member := self.members.get(rank)) is None or member.state is State.GONE:
+        if (member := self.members.get(rank)) is None or member.state is State.DEPARTED:
             return None
         if rank not in self.view.ranks:
             del self.members[rank]
@@ -242,16 +242,16 @@ class Roster:
 
     @property
     def ending(self) -> bool:
-        """Whether some members are gone and others not."""
+        """Whether some members have departed and others not."""
         return 0 < self._left < len(self.members)
 
     @property
     def _left(self) -> int:
-        return sum(member.state is State.GONE for member in self.members.values())
+        return sum(member.state is State.DEPARTED for member in self.members.values())
 
     @property
     def over(self) -> bool:
-        """Whether there were members and all are gone."""
+        """Whether there were members and all have departed."""
         return bool(self.members) and self._left == len(self.members)
 
     def _check_job(self, new: Applicant) -> None:

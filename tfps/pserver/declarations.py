@@ -91,11 +91,11 @@ class Declarations:
             self._state.raise_failure()
             if declaration.agreed:
                 return
-            if rank in (gone := members.gone()) or rank not in members.members:
+            if rank in (departed := members.departed()) or rank not in members.members:
                 raise ClosedError("the worker has left the job, or was lost")
             late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
-            if lost := [members.members[r] for r in late if r in gone]:
+            if lost := [members.members[r] for r in late if r in departed]:
                 why = f"it ended with {lost[0].reason}" if lost[0].reason else f"its script ended; {EVERY_RANK}"
                 self._state.fail(WorkerLostError(f"{lost[0]} left before it had {what}: {why}"))
             self._state.raise_failure()
@@ -106,8 +106,8 @@ class Declarations:
     def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._state.failure is not None or declaration.agreed:
             return True
-        gone = self._state.roster.gone()
-        if rank not in self._state.roster.members or any(r == rank or r not in declaration.lines for r in gone):
+        departed = self._state.roster.departed()
+        if rank not in self._state.roster.members or any(r == rank or r not in declaration.lines for r in departed):
             return True
         if not declaration.lines.keys() >= set(self._state.roster.view.ranks) or self._state.roster.not_streaming():
             return False

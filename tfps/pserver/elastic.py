@@ -23,7 +23,7 @@ from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import SILENT_S, SendQueue
 
 _NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too long, also on a busy machine
-_STEPS = {How.LOST: 0, How.SILENT: frames.SILENT, How.ENDED: frames.ENDED}  # of frames
+_STEPS = {How.LOST: 0, How.SUSPECTED: frames.SUSPECTED, How.ENDED: frames.ENDED}  # of frames
 
 
 @dataclass(slots=True)
@@ -158,12 +158,12 @@ class Elastic:
             if self._state.failure is not None or (change := self._state.roster.lose(rank, why, how)) is None:
                 return False
             after = self._execute(change[1])
-            if (changed := change[0] is not before) and (ended := self._state.recording.gone(rank)):
+            if (changed := change[0] is not before) and (ended := self._state.recording.departed(rank)):
                 self._state.announce(Header(Kind.TRACE, step=ended))
         for each in after:
             each()
         if changed:
-            self._state.shard.bound.quiesce(rank, gone=True)
+            self._state.shard.bound.quiesce(rank, departed=True)
             self._change_view()
         return True
 
@@ -207,7 +207,7 @@ class Elastic:
             if silent_s > SILENT_S and state.roster.members[rank].state is State.STREAMING:
                 silent.append((rank, f"has been silent for {silent_s:.1f} s"))
         for rank, why in silent:
-            if not self.lose(rank, why, How.SILENT) and state.failure is None and rank in state.roster.members:
+            if not self.lose(rank, why, How.SUSPECTED) and state.failure is None and rank in state.roster.members:
                 state.fail(WorkerLostError(f"{state.roster.describe(rank)} {why}"))
         config = state.shard.config
         if (error := state.roster.too_few(time.monotonic(), config.rejoin_timeout_s)) is not None:

@@ -143,7 +143,7 @@ class Job:
         with self._state.changed:
             self._state.raise_failure()
             member = self._state.roster.members.get(rank)
-            if member is None or member.state is State.GONE or stream in member.streams:
+            if member is None or member.state is State.DEPARTED or stream in member.streams:
                 raise ConnectError(f"rank {rank} has not joined this pserver, has left it, or has a stream already")
             member.streams.add(stream)
             self._state.queues[rank].heard()
@@ -161,7 +161,7 @@ class Job:
             member = self._state.roster.members.get(rank)
             if member is None or self._state.queues[rank] is not queue:
                 return  # it has been lost, and maybe another one has its number
-            lost = member.state is not State.GONE
+            lost = member.state is not State.DEPARTED
         why = f"died at step {member.step}: its connection ended without a leave"
         if lost and self.elastic.lose(rank, why):
             return
@@ -179,7 +179,7 @@ class Job:
         state, roster = self._state, self._state.roster
         with state.changed:
             member = roster.members.get(rank)
-            if member is None or member.state is State.GONE:
+            if member is None or member.state is State.DEPARTED:
                 return
             if rank not in roster.view.ranks:
                 self.elastic.lose(rank, f"has left: {reason or failure or 'it did not say why'}")
@@ -202,11 +202,11 @@ class Job:
                 state.log("has ended: all its workers have left")
                 self.moving.remove_snapshots()
             state.changed.notify_all()
-            if ended := state.recording.gone(rank):
+            if ended := state.recording.departed(rank):
                 state.announce(Header(Kind.TRACE, step=ended))
         state.queues[rank].close()
         state.end_lone_streams()
-        state.shard.bound.quiesce(rank, gone=True)
+        state.shard.bound.quiesce(rank, departed=True)
         if roster.goes_on(1):
             self.elastic.leave_view(rank)
         for bucket, item in state.shard.slices():
@@ -216,7 +216,7 @@ class Job:
         self.rounds.release()
 
     def _go(self, member: Member, *, ended: int = 0, lost: bool = False) -> None:
-        member.state, self._state.some_left = State.GONE, True
+        member.state, self._state.some_departed = State.DEPARTED, True
         member.ended += ended
         if lost or member.ended >= len(member.streams):  # none of its frames can come any more, or count
             self._state.memory.pop(member.rank, None)
@@ -228,7 +228,7 @@ class Job:
             if self._state.roster.over:  # the recorder is the next job's
                 raise ClosedError("all workers have left the job, so nothing of it can be recorded")
             if on:
-                others = set(self._state.roster.view.ranks[1:]) - set(self._state.roster.gone())
+                others = set(self._state.roster.view.ranks[1:]) - set(self._state.roster.departed())
                 self._state.recording.start(number, () if self._state.shard.index else others)
             else:
                 self._state.recording.stop(number, self._state.shard.index)

@@ -76,7 +76,7 @@ class Recording:
             self._end()
             return None
 
-    def gone(self, rank: int) -> int:
+    def departed(self, rank: int) -> int:
         """`rank` has left: stops waiting for its spans. Returns the capture that this ends (if rank 0 left), or 0."""
         with self._changed:
             self._expected.discard(rank)

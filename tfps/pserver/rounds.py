@@ -61,7 +61,7 @@ class Rounds:
         if answers:
             self._state.send(answers)
         self.hurry(header.bucket, item, header.index)
-        if self._state.some_left and (late := item.late(self._state.roster.gone())) is not None:
+        if self._state.some_departed and (late := item.late(self._state.roster.departed())) is not None:
             self._state.fail_left(late, bucket.spec.name)
         elif isinstance(item, AsyncSlice):
             self._check_assigned(item, self._state.shard.bound.quiesced(), bucket.spec.name)

@@ -43,7 +43,7 @@ class JobState:
         self.memory: dict[int, Attached] = {}  # of the members that share theirs
         self.ends: dict[int, Callable[[], object]] = {}  # end the push streams
         self.failure: TfpsError | None = None
-        self.some_left = False  # whether any member is gone
+        self.some_departed = False  # whether any member has departed
 
     @property
     def over(self) -> bool:
@@ -70,13 +70,13 @@ class JobState:
         self.end_lone_streams()
 
     def end_lone_streams(self) -> None:
-        """Ends push streams of members that are gone, or whose job has failed, and that have no pull stream for it."""
+        """Ends push streams without a pull stream, of members that have departed or whose job has failed."""
         with self.changed:
             over = [
                 rank
                 for rank in self.ends
                 if PULL not in (member := self.roster.members[rank]).streams
-                and (self.failure is not None or member.state is State.GONE)
+                and (self.failure is not None or member.state is State.DEPARTED)
             ]
             ends = [self.ends.pop(rank) for rank in over]
         for end in ends:

@@ -41,7 +41,7 @@ class TableSlice(OwnedSlice):
         self.label, self.table, self.rounds = rounds.table.label, rounds.table, rounds
         self._codec, self._saved = codec, saved
         self._applied = threading.Condition(self.lock)  # notified when a step has been, and when nothing is held
-        self._arrived: dict[str, set[int]] = {}  # who has come to replace rows, by what with
+        self._replacing: dict[str, set[int]] = {}  # who has come to replace rows, by what with
         self._restored: list[str] = []  # what has been put in place of rows, by its id
         self._restored_by: Counter[int] = Counter()  # by rank, how much of it
 
@@ -134,17 +134,17 @@ class TableSlice(OwnedSlice):
     def meet(self, rank: int, what: str, timeout_s: float, over: Callable[[], bool]) -> list[int]:
         """Waits until all ranks have come for `what`; returns who has not in time."""
         with self.lock:
-            came = self._arrived.setdefault(what, set())
+            came = self._replacing.setdefault(what, set())
             came.add(rank)
             if came >= set(self.rounds.view.ranks):
-                del self._arrived[what]  # who comes for it again waits again
+                del self._replacing[what]  # who comes for it again waits again
                 self._applied.notify_all()
             if not self._wait(lambda: came >= set(self.rounds.view.ranks), timeout_s, over) and not over():
                 missing = sorted(set(self.rounds.view.ranks) - came)
                 came.discard(rank)
                 return missing
-            if self._arrived.get(what) is came:  # the others were lost
-                del self._arrived[what]
+            if self._replacing.get(what) is came:  # the others were lost
+                del self._replacing[what]
             return []
 
     def save(self, request: Save) -> SavedRows:

@@ -201,7 +201,7 @@ class Reconfiguration:
             generation=generation,
             ranks=view.ranks,
             lost=set(range(view.workers)).difference(view.ranks, self._joining.admitting),
-            silent=old.presence.silent,
+            silent=old.presence.suspected,
             declarations=self._declarations.count,
             buckets=[_report(bucket, view.ranks) for bucket in self._core.buckets],
             reason=reason,

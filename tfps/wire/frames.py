@@ -24,7 +24,7 @@ LAST = 2  # flag of a gather: no more pieces of this step follow
 SHARED = 4  # flag of a slice: the payload is in the worker's memory, the frame says where
 UNCODED = COMPLETE = 8  # flag of a slice of a bucket with a codec; of an answer with rows: it has all of them
 LOOKUP = 16  # flag of a push to a table: it asks for rows
-ENDED, SILENT = 1, 2  # step of a LOST: its program has ended, or it may be alive; else 0
+ENDED, SUSPECTED = 1, 2  # step of a LOST: its program has ended, or it may be alive; else 0
 _ALL_FLAGS = EMPTY | LAST | SHARED | UNCODED | LOOKUP
 _PLACE = struct.Struct("<QQ")
 

@@ -423,5 +423,5 @@ def _join_blocked_by(pserver: Pserver) -> str:
     except TfpsError:
         why = trouble(pserver.address)
         return f"pserver {pserver.address}, which does not answer{why and f' ({why})'}; is tfps_pserver running there?"
-    members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.members if m.state != "gone")
+    members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.members if m.state != "departed")
     return f"pserver {pserver.address}, where an earlier job has not ended: {members} is there" if members else ""

@@ -28,7 +28,7 @@ class Presence:
         self._changed = threading.Condition()  # guards the view and what follows; notified when others are admitted
         self.present: list[set[int]] = []  # by pserver: who takes part, as it has told
         self._ended: set[int] = set()  # who took part until the end of its program
-        self._silent: set[int] = set()  # who was lost and may be alive
+        self._suspected: set[int] = set()  # who was lost and may be alive
         self._admissions: list[int] = []  # by pserver: how many it has told
 
     @property
@@ -42,10 +42,10 @@ class Presence:
             return sorted({*self.view.ranks, *self._ended})
 
     @property
-    def silent(self) -> Sequence[int]:
+    def suspected(self) -> Sequence[int]:
         """Who was lost, but may be alive."""
         with self._changed:
-            return sorted(self._silent)
+            return sorted(self._suspected)
 
     def joined(self, present: Collection[int]) -> None:
         """The next pserver has been joined, with whom `present` take part."""
@@ -64,8 +64,8 @@ class Presence:
             self.present[pserver].discard(rank)
             if ended:
                 self._ended.add(rank)
-            elif how == frames.SILENT:
-                self._silent.add(rank)
+            elif how == frames.SUSPECTED:
+                self._suspected.add(rank)
             if not self._agree(what):
                 return
         workers = len(self.view.ranks), self.view.workers
@@ -77,7 +77,7 @@ class Presence:
         with self._changed:
             self.present[pserver] = set(ranks)
             self._ended -= self.present[pserver]
-            self._silent -= self.present[pserver]
+            self._suspected -= self.present[pserver]
             self._admissions[pserver] += 1
             self._agree()
             self._changed.notify_all()
