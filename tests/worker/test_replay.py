@@ -162,7 +162,7 @@ def test_pushes_that_are_ahead_when_the_last_bucket_has_caught_up_are_given(
     (first, last), nothing = MODEL, np.zeros(ITEMS, np.float32)
     may = hold_replay(monkeypatch, range(3), {last})
     job.lose(0)
-    poll(lambda: not any(worker.core.buckets[first].behind for worker in job.workers))
+    poll(lambda: not any(worker.core.buckets[first].needs_replay for worker in job.workers))
     pushed = [job.push(worker, first, nothing) for worker in job.workers[:2] for _ in range(2)]
     may.set()
     poll(lambda: all(worker.core.phase is Phase.RUNNING for worker in job.workers))
