@@ -46,7 +46,7 @@ def test_every_folder_has_a_section_in_the_design() -> None:
 
 
 def test_what_a_gradient_passes_is_where_the_design_says() -> None:
-    section = " ".join(DESIGN.partition("## What happens to one gradient")[2].partition("\n## ")[0].split())
+    section = " ".join(DESIGN.partition("## The path of a gradient")[2].partition("\n## ")[0].split())
     found = re.findall(r"`([\w.]+)` (?:\(|in )`(\w+/\w+\.py)`", section)
     assert len(found) > 15
     for name, module in found:
