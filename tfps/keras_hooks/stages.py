@@ -17,7 +17,7 @@ from tfps.collectives import Broadcast
 from tfps.errors import JoinError
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.tf_private import values
-from tfps.keras_hooks.training_state import in_json
+from tfps.keras_hooks.training_state import from_json, in_json
 from tfps.types import Json, Model
 
 _LINE = "stage "
@@ -47,7 +47,7 @@ def result_of(strategy: BaseStrategy, stage: str) -> Json:
         others_in = joining.begun(training)  # asked first: they leave the line before they go on
         for line in joining.lines():
             if line.startswith(begin):
-                return json.loads(line.removeprefix(begin))
+                return from_json(json.loads(line.removeprefix(begin)))
         if others_in > training:
             raise JoinError(
                 f"this worker cannot join the job under way: the others have gone on from {stage} of the program "
