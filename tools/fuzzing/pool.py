@@ -137,7 +137,7 @@ def _depart(departure: Departure, strategy: Argument) -> Callable[[], None]:
         if number == waits_at and not departure.leaves:
             extended, deadline_s = strategy.extended, time.monotonic() + TIMEOUT_S / 4
             while time.monotonic() < deadline_s and not pathlib.Path(departure.over).exists():
-                if extended.exchange.joining.candidates(extended.training.training):
+                if extended.exchange.joining.joiners(extended.training.training):
                     break
                 time.sleep(0.05)
         begin(callbacks, *args, **options)
