@@ -62,8 +62,8 @@ def test_a_host_in_trouble_harms_no_result(tmp_path: Path, case: str) -> None:
         np.testing.assert_equal(own, found[0])
     plain = processes.start(str(SCRIPT), str(folder), trouble, environment={"PYTHONPATH": processes.PYTHONPATH})
     processes.outputs([plain])
-    for own, its in zip(found[0], weights(folder, "plain"), strict=True):
-        np.testing.assert_allclose(own, its, rtol=0, atol=1e-2 if loses else 1e-5, err_msg=output)
+    for mine, its in zip(found[0], weights(folder, "plain"), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-2 if loses else 1e-5, err_msg=output)
 
 
 def test_two_jobs_share_a_folder_for_snapshots(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from jobs import Cluster, Failed, Pending, attempt, bucket, declare, poll, push, summed, together
 
 from tfps.config import Config
-from tfps.errors import ConnectError, JoinError, WaitTimeoutError, WorkerLostError
+from tfps.errors import ConnectError, JoinError, MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
@@ -112,10 +112,40 @@ def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> No
     assert joiner.declare([TOTAL, WORDS][:1]) == [1]
     total = push(joiner, 1, ONES[:2]).wait()
     assert (summed(total).tolist(), list(total.ranks)) == ([1.0, 1.0], [2])
-    with pytest.raises(JoinError, match=r"rank 2: a worker can join a job under way in model.fit only"):
+    with pytest.raises(UnsupportedError, match=r"rank 2: a worker can join a job under way in model.fit only"):
         push(joiner, 0, ONES).wait()
     with joiner.joining.trying_out():
         assert summed(push(joiner, 0, ONES).wait()).tolist() == [1.0] * 750
+
+
+@pytest.mark.parametrize("wrong", ["does nothing", "declares something else", "leaves because it differs"])
+def test_a_joining_worker_on_trial_that_does_nothing_or_differs_ends_alone(cluster: Cluster, wrong: str) -> None:
+    """Who has been let in, and has not taken a step yet, cannot hold or end the others."""
+    job = Job(cluster, config=dataclasses.replace(GOES_ON, step_timeout_s=20))  # 2 of which it may hold them
+    joiner = job.joiner()
+    joiner.declare([GRADIENT, TOTAL, WORDS])
+    assert job.admit(joiner) == [[0, 1]] * 3
+    if wrong == "declares something else":
+        others = [functools.partial(worker.declare, [bucket(4, name="theirs")]) for worker in job.workers]
+        assert attempt(*others, lambda: joiner.declare([bucket(8, name="own")]))[:2] == [[3], [3]]
+        for pending in [push(worker, 3, ONES[:1]) for worker in job.workers]:
+            assert summed(pending.wait()).tolist() == [2.0]
+    elif wrong == "leaves because it differs":
+        joiner.fail(MismatchError("it differs"))
+    steps = [[push(worker, 0, ONES), push(worker, 2, b"x")] for worker in job.workers]
+    for gradient, words in steps:
+        assert summed(gradient.wait()).tolist() == [2.0] * 750
+        assert words.wait().parts == {worker.rank: b"x" for worker in job.workers}
+    poll(lambda: joiner.failure is not None)
+    assert isinstance(joiner.failure, MismatchError if wrong.startswith("leaves") else JoinError), joiner.failure
+    assert job.workers[0].view.ranks == (0, 1)
+
+
+def test_a_joining_worker_whom_nobody_can_let_in_any_more_ends(under_way: Job) -> None:
+    failed = Failed(under_way.joiner())
+    for worker in under_way.workers:
+        worker.close()
+    failed.wait(WorkerLostError, ", the last of the job, has left")
 
 
 def test_two_joining_workers_at_once_and_one_that_dies_before(cluster: Cluster) -> None:
@@ -144,13 +174,6 @@ def test_a_worker_that_joins_a_training_that_is_over_learns_it(under_way: Job) -
     assert under_way.workers[0].joining.joiners(2) == []  # the others are in their second
     assert joiner.joining.take_part(1) is None
     assert joiner.joining.pending
-
-
-def test_a_joining_worker_whom_nobody_can_let_in_any_more_ends(under_way: Job) -> None:
-    failed = Failed(under_way.joiner())
-    for worker in under_way.workers:
-        worker.close()
-    failed.wait(WorkerLostError, ", the last of the job, has left")
 
 
 def test_a_joining_worker_waits_for_a_while_only(cluster: Cluster) -> None:

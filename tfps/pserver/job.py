@@ -13,6 +13,7 @@ from tfps.errors import (
     ClosedError,
     ConnectError,
     JoinError,
+    MismatchError,
     ProtocolError,
     PserverLostError,
     TfpsError,
@@ -116,7 +117,7 @@ class Job:
         state, roster = self._state, self._state.roster
         with state.changed:
             joins = roster.takes_joiners and config.elastic and applicant.rank in (None, *roster.lost)
-            if joins and not config.takes_joiners:
+            if joins and not config.steps_together:
                 raise JoinError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
                     "on without it"
@@ -128,7 +129,7 @@ class Job:
                 state.shard = Shard(config, view, index, state.recorder, state.max_memory, state.tell_set)
                 if config.elastic and not self._beats:
                     self._beats = True
-                    Heartbeat("tfps-heartbeat", self.elastic.beat)
+                    Heartbeat("tfps-heartbeat", self._beat)
                 state.log(f"begins: {member} is the first of {view.workers} workers")
             if member.state is State.JOINED and not member.streams:  # else a repeated call: streams use its queue
                 state.memory.pop(member.rank, None)
@@ -148,6 +149,10 @@ class Job:
                 state.log(f"has a joining worker: {member} may take part at the next step boundary")
             view = roster.view
             return Joined(member.rank, member.rank in state.memory, pending, view.ranks, view.generation)
+
+    def _beat(self, late: bool) -> bool:
+        self.elastic.lose_overdue(self.declarations.late())
+        return self.elastic.beat(late)
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""
@@ -203,6 +208,8 @@ class Job:
                 return
             text = str(failure)
             why = text.removeprefix(f"{member} ") if text.startswith(f"{member} failed") else f"failed: {text}"
+            if self.elastic.lose_on_trial(rank, why):
+                return
             if not isinstance(failure, OF_JOB) and self.elastic.lose(rank, why):
                 return
             state.fail(failure)  # first, as above
@@ -312,14 +319,21 @@ class Session:
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
         self._arrived(payload)
         if self._job.elastic.is_current(self.rank, self.queue):
-            self._job.rounds.push(self.rank, header, payload, place)
+            self._take(self._job.rounds.push, header, payload, place)
 
     def control(self, header: Header, payload: memoryview) -> None:
         self._arrived(payload)
         if header.kind != Kind.SCALARS:
             raise not_expected(header, Kind.PUSH)
         if self._job.elastic.is_current(self.rank, self.queue):
-            self._job.rounds.take_scalars(self.rank, header, payload)
+            self._take(self._job.rounds.take_scalars, header, payload)
+
+    def _take(self, take: Callable[..., object], *frame: object) -> None:
+        try:
+            take(self.rank, *frame)
+        except MismatchError as error:
+            if not self._job.elastic.lose_on_trial(self.rank, f"differs from the others: {error}"):
+                self._job.fail(error)
 
     def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
         """Takes the pushes that `receive` brings, to the end."""
@@ -341,7 +355,8 @@ class Session:
             return self._failed(when, error, logged=False)
         else:
             failure = self._failed(when, error)
-        self._job.fail(failure)
+        if not self._job.elastic.lose_on_trial(self.rank, f"failed: {failure}"):
+            self._job.fail(failure)
         return failure
 
     def ended(self) -> None:
