@@ -210,11 +210,6 @@ class Config:
         keeps_nothing = (self.mode, self.update) == ("sync", "worker")
         return self.elastic and (keeps_nothing or self.snapshot_steps is not None)
 
-    @property
-    def takes_joiners(self) -> bool:
-        """Whether a worker can join a job under way: between two steps that all workers take together."""
-        return self.mode == "sync"
-
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):
             value = getattr(self, name)
@@ -294,7 +289,7 @@ class Config:
 
     @property
     def steps_together(self) -> bool:
-        """Whether all workers take each step together."""
+        """Whether all workers take each step together, and a worker can join a job under way between two of them."""
         return self.mode == "sync"
 
     @property

@@ -32,6 +32,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfps.errors import saving
 from tfps.graph.patches import BaseStrategy, replaced, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
@@ -222,14 +223,15 @@ def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback)
     if strategy.num_workers > 1:
         strategy.extended.policy.check_saves_now("BackupAndRestore")
     if strategy.rank == 0:
-        original(callback)
+        with saving(callback.backup_dir):  # also what says which epoch it is
+            original(callback)
     else:
         _first_rank_only(strategy, model.save_weights, callback._weights_path)
     for state in _states_of(strategy, model):
         state.collect()
         if strategy.rank == 0:
             step, path = int(model.optimizer.iterations.numpy()), _beside(callback, state)
-            with tf.io.gfile.GFile(f"{path}.part", "wb") as file:
+            with saving(path), tf.io.gfile.GFile(f"{path}.part", "wb") as file:
                 file.write(_packed(state.arrays(), step))
             tf.io.gfile.rename(f"{path}.part", path, overwrite=True)
 
@@ -291,7 +293,7 @@ def _save(original: Function, model: Model, filepath: StrPath, *args: object, **
     """Each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's. Rows of
     tables go beside it.
     """
-    with contextlib.ExitStack() as around:
+    with saving(filepath), contextlib.ExitStack() as around:
         if not _around.get():
             around.callback(_around.reset, _around.set(True))
             for each in saved_beside:
@@ -366,7 +368,7 @@ def _export_under_strategy(
     original: Function, strategy: BaseStrategy, model: Model, filepath: str, *args: object, **options: object
 ) -> object:
     call = functools.partial(original, model)
-    with strategy.extended.policy.global_parameters():
+    with saving(filepath), strategy.extended.policy.global_parameters():
         return _first_rank_only(strategy, call, filepath, *args, **options)
 
 
@@ -468,7 +470,9 @@ def _save_checkpoint(
             logs = agreed_logs(callback.model, logs or {})
         if "://" not in str(callback.filepath):
             # Several ranks may create it at once, which Keras does not expect.
-            Path(callback._get_file_path(epoch, batch, logs)).parent.mkdir(parents=True, exist_ok=True)
+            path = Path(callback._get_file_path(epoch, batch, logs))
+            with saving(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
     original(callback, epoch, batch, logs)
 
 

@@ -42,6 +42,7 @@ from tfps.keras_hooks.variables import ACCUMULATOR, fingerprint
 from tfps.types import Argument, Array, Callback, Json, Model, Optimizer, Variable
 
 _PLAIN, _SETTINGS = "plain", "settings"
+_ARRAY = "tfps array"  # key of what stands for an array in JSON
 _SMALL = 1024  # items of a variable that may be a setting of the next steps
 
 
@@ -92,7 +93,6 @@ class TrainingState:
                 self._apart.append(variable)
             elif isinstance(variable, (values.MirroredVariable, Captured)) or id(variable) in own:
                 self._found[number] = variable
-        self._created = len(strategy.extended.initial_values.agreed)
         self._traced = {number: each.numpy() for number, each in self._found.items() if isinstance(each, Captured)}
 
     @property
@@ -305,12 +305,23 @@ def _plain(value: Argument) -> bool:
 
 
 def in_json(value: Argument) -> Argument:
-    """`value`, which JSON can say, with numbers of Python in the place of NumPy's."""
+    """`value`, which JSON can say, with numbers of Python in the place of NumPy's; see `from_json` for small arrays."""
     if isinstance(value, dict):
         return {key: in_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [in_json(each) for each in value]
+    if isinstance(value, np.ndarray) and value.size <= _SMALL and value.dtype.kind in "biuf":  # as of F1Score
+        return {_ARRAY: value.tolist(), "dtype": value.dtype.name}
     return value.item() if isinstance(value, np.generic) else value
+
+
+def from_json(value: Argument) -> Argument:
+    """The reverse of `in_json`, with lists for tuples."""
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            return np.array(value[_ARRAY], value["dtype"])
+        return {key: from_json(each) for key, each in value.items()}
+    return [from_json(each) for each in value] if isinstance(value, list) else value
 
 
 def found_by(key: str, callback: Callback, arrays: dict[str, Array]) -> Json:
@@ -337,9 +348,9 @@ def found_by(key: str, callback: Callback, arrays: dict[str, Array]) -> Json:
 def set_found(key: str, callback: Callback, found: Json, snapshot: Snapshot) -> bool:
     """Gives `callback` what another rank's has found; returns False if it begins anew in spite of that."""
     if "state" in found:
-        callback.set_state(found["state"])
+        callback.set_state(from_json(found["state"]))
     for name, value in found.get("changed", {}).items():
-        setattr(callback, name, value)
+        setattr(callback, name, from_json(value))
     for name, count in found.get("lists", {}).items():
         values = [snapshot.arrays[f"{key}/{name}/{number}"] for number in range(count)]
         said = [found["kept"].get(f"{name}/{number}") for number in range(count)]
