@@ -112,7 +112,7 @@ def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> No
     assert joiner.declare([TOTAL, WORDS][:1]) == [1]
     total = push(joiner, 1, ONES[:2]).wait()
     assert (summed(total).tolist(), list(total.ranks)) == ([1.0, 1.0], [2])
-    with pytest.raises(UnsupportedError, match=r"rank 2: a worker can join a job under way in model.fit only"):
+    with pytest.raises(JoinError, match=r"rank 2: a worker can join a job under way in model.fit only"):
         push(joiner, 0, ONES).wait()
     with joiner.joining.trying_out():
         assert summed(push(joiner, 0, ONES).wait()).tolist() == [1.0] * 750

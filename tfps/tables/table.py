@@ -155,12 +155,8 @@ class Table:
 
     def stats(self) -> TableStats:
         """See there."""
-        used = (
-            self._stored.nbytes
-            + self._tombstones.nbytes
-            + (self._sketch.nbytes if self._sketch else 0)
-            + self.moments.nbytes
-        )
+        used = self._stored.nbytes + self._tombstones.nbytes + self.moments.nbytes
+        used += self._sketch.nbytes if self._sketch else 0
         return TableStats(self._stored.rows, used, self._made, self._evicted, self._expired, self._refused)
 
     def _checked(self, ids: Ids) -> Ids:
@@ -307,9 +303,8 @@ class Table:
         self.sweep()  # before pieces say what has gone
         if (spec.seed, spec.initial) != (self.spec.seed, self.spec.initial):
             self.begin_as(spec.seed, spec.initial)
-            self._tombstones.begin(
-                self._step + 1
-            )  # so the next save, which says how ids without rows read, is a full one
+            # The next save, which says how ids without rows read, is a full one.
+            self._tombstones.begin(self._step + 1)
         for ids, _, there in pieces() if self._limit is not None else ():
             positions = self._stored.find(ids[~there])  # else rows of other ids might go for these
             self._remove(positions[positions >= 0], self._step)
