@@ -12,7 +12,7 @@ import pytest
 from jobs import Cluster, Failed, Pending, attempt, bucket, declare, poll, push, summed, together
 
 from tfps.config import Config
-from tfps.errors import ConnectError, JoinError, MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
+from tfps.errors import ConnectError, JoinError, MismatchError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
