@@ -58,8 +58,8 @@ def test_a_host_in_trouble_harms_no_result(tmp_path: Path, case: str) -> None:
     output = ended(begun(folder, trouble, "--workers", 3, "--pservers", 2))
     assert said in output
     found = [weights(folder, rank) for rank in ranks]
-    for own in found:
-        np.testing.assert_equal(own, found[0])
+    for each in found:
+        np.testing.assert_equal(each, found[0])
     plain = processes.start(str(SCRIPT), str(folder), trouble, environment={"PYTHONPATH": processes.PYTHONPATH})
     processes.outputs([plain])
     for mine, its in zip(found[0], weights(folder, "plain"), strict=True):
