@@ -214,11 +214,6 @@ class Config:
         keeps_nothing = (self.mode, self.update) == ("sync", "worker")
         return self.elastic and (keeps_nothing or self.snapshot_steps is not None)
 
-    @property
-    def takes_joiners(self) -> bool:
-        """Whether a worker can join a job under way: between two steps that all workers take together."""
-        return self.mode == "sync"
-
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):
             value = getattr(self, name)
@@ -257,7 +252,7 @@ class Config:
         if self.grace_s != Config.grace_s and self.quorum == 1:
             raise ConfigError(f"grace_s is for a quorum below 1: else all are waited for, got {self.grace_s!r}")
         least, most = self.min_workers, self.max_workers
-        if most is not None and (least is None or most < least or not self.takes_joiners):
+        if most is not None and (least is None or most < least or not self.steps_together):
             raise ConfigError(
                 f"max_workers is for mode='sync' with min_workers, which it must not be below, got max_workers={most}, "
                 f"min_workers={least} and mode={mode!r}"
@@ -304,7 +299,7 @@ class Config:
 
     @property
     def steps_together(self) -> bool:
-        """Whether all workers take each step together."""
+        """Whether all workers take each step together, and a worker can join a job under way between two of them."""
         return self.mode == "sync"
 
     @property

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -74,9 +75,47 @@ class UnsupportedError(TfpsError, NotImplementedError):
     """The program uses something that tfps does not support; the message names a workaround."""
 
 
+# What a worker fails with that every other one would meet as well: it ends the job, also one that goes on without lost
+# workers. All else is about one worker.
+OF_JOB = (ConfigError, MismatchError, NonFiniteError, ProtocolError, UnsupportedError)
+REFUSED = 76  # the exit code of a program that a JoinError ends: started again, it would be refused again
+
 _INNER = (str(Path(__file__).parent), str(Path(concurrent.futures.__file__).parent))  # folders
-_FAULT = "_tfps_fault"  # marks errors
+_FAULT, _SAVING = "_tfps_fault", "_tfps_saving"  # mark errors
 _MOST = 400  # characters of an error in a message to other ranks
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields `error` and what it was raised from, each once."""
+    to_see, seen = [error], list[BaseException]()
+    while to_see:
+        if (each := to_see.pop()) not in seen:
+            seen.append(each)
+            yield each
+            to_see += filter(None, (each.__cause__, each.__context__))
+
+
+@contextlib.contextmanager
+def saving(path: object) -> Iterator[None]:
+    """What saves a model to `path`, as another worker would in its place: what fails in it is an error of the job."""
+    try:
+        yield
+    except Exception as error:
+        setattr(error, _SAVING, str(path))
+        raise
+
+
+def for_others(error: BaseException) -> TfpsError | None:
+    """Returns as what others are to know `error`, which ends a worker's program; None: it is this worker's own.
+
+    It is an error of the job, or the refusal of a worker that joins.
+    """
+    for each in chain(error):
+        if isinstance(each, (*OF_JOB, JoinError)):
+            return each
+        if path := getattr(each, _SAVING, ""):
+            return ConfigError(f"could not save to {path}: {in_a_line(each)}")
+    return None
 
 
 def in_a_line(error: BaseException) -> str:
@@ -115,16 +154,17 @@ def outlined(error: _Error) -> _Error:
 
 @functools.cache
 def show_outlines() -> None:
-    """Has the tracebacks of errors that end a program shown without frames of tfps, once per process."""
+    """Has the tracebacks of errors that end a program shown without frames of tfps, once per process.
+
+    After a JoinError the exit code is `REFUSED`.
+    """
     show = sys.excepthook
 
     def show_outline(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        chain, seen = [error], list[BaseException]()  # what it was raised from is shown, too
-        while chain:
-            if (each := chain.pop()) not in seen:
-                seen.append(outlined(each))
-                chain += filter(None, (each.__cause__, each.__context__))
+        seen = list(map(outlined, chain(error)))  # what it was raised from is shown, too
         show(kind, error, error.__traceback__)
+        if any(isinstance(each, JoinError) for each in seen):
+            raise SystemExit(REFUSED)  # which Python takes for the exit code
 
     sys.excepthook = show_outline
 

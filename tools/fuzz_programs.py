@@ -3,6 +3,7 @@
 
     tools/fuzz_programs.py --minutes 10
     tools/fuzz_programs.py --minutes 10 --seed 3 --workers 2 --folder failures
+    tools/fuzz_programs.py --minutes 10 --elastic --workers 2 3
 
 A program that fails is shrunk and written to the folder: it runs by itself, under tfps_launch, and prints what differs.
 What is compared with what is in tools/fuzzing/oracle.py, what is known to fail in tools/fuzzing/known.py. Exit code 1:
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--shrink-seconds", type=float, default=240.0, help="per failure")
     parser.add_argument("--compressed", type=int, default=6, help="every so many-th case with pservers compresses")
     parser.add_argument("--update", default="worker", choices=["worker", "server"], help="where the optimizer runs")
+    parser.add_argument("--elastic", action="store_true", help="a worker leaves each program, and comes back")
     parser.add_argument("--without", nargs="*", default=[], help="features to leave out, beside the known faults")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -43,6 +45,7 @@ def main() -> int:
         arguments.compressed,
         say=lambda line: print(line, flush=True),
         update=arguments.update,
+        elastic=arguments.elastic,
     )
     session.run()
     print(session.summary())

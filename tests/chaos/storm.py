@@ -33,6 +33,7 @@ from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.worker import Worker
 
 STEPS = 6  # of an epoch
+FIRST_STAGE = 2  # epochs of the first call of `fit`, if there are two
 EVERYBODY = {0, 1, 2}
 
 
@@ -54,6 +55,11 @@ class Story(keras.callbacks.Callback):
     def __init__(self, folder: Path, strategy: tfps.Strategy, task: Task) -> None:
         super().__init__()
         self._folder, self._strategy, self._due, self._moves = folder, strategy, task.due, task.moves
+        self._staged = "staged" in task.kind
+
+    def on_train_begin(self, logs: Argument = None) -> None:
+        if self._strategy.extended.training.training > 1:
+            self._wait(FIRST_STAGE - 1)
 
     def on_epoch_begin(self, epoch: int, logs: Argument = None) -> None:
         self._epoch = epoch
@@ -66,9 +72,14 @@ class Story(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Argument = None) -> None:
         (self._folder / f"end{epoch}").touch()
-        due = set(self._due.get(str(epoch), ()))
-        if due and self._strategy.rank == 0:
-            poll(lambda: due.issubset(self._strategy._runtime.exchange.joining.joiners(1)))
+        if not self._staged or epoch != FIRST_STAGE - 1:  # else they join in the next call
+            self._wait(epoch)
+
+    def _wait(self, epoch: int) -> None:
+        due, extended = set(self._due.get(str(epoch), ())), self._strategy.extended
+        joining = extended.exchange.joining
+        if due and self._strategy.rank == 0 and not joining.pending:
+            poll(lambda: due.issubset(joining.joiners(extended.training.training)))
 
 
 def note(folder: Path, rank: int, number: int) -> None:
@@ -150,10 +161,12 @@ def train(folder: Path, task: Task) -> None:
     more["callbacks"] = [Story(folder, strategy, task), *callbacks]
     if "validation" in task.kind:
         more |= {"validation_data": training.digits(60), "validation_batch_size": 13}
-    if "arrays" in task.kind:
-        history = model.fit(x, y, batch_size=lossy.BATCH, shuffle=False, **more).history
-    else:
-        history = model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(lossy.BATCH), **more).history
+    arrays: dict[str, Argument] = {"x": x, "y": y, "batch_size": lossy.BATCH, "shuffle": False}
+    data = arrays if "arrays" in task.kind else {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(lossy.BATCH)}
+    if "staged" in task.kind:
+        model.fit(**data, **{**more, "epochs": FIRST_STAGE})
+        more["initial_epoch"] = FIRST_STAGE
+    history = model.fit(**data, **more).history
     found = {"weights": model.get_weights(), "ranks": strategy._runtime.exchange.places, "history": history}
     strategy.close()
     (folder / f"rank{rank}-{task.number}.pickle").write_bytes(pickle.dumps(found))

@@ -90,6 +90,8 @@ class Plan:
         """With `cuts` for hosts that are cut off instead of workers that are stopped."""
         draw = random.Random(seed)
         plan = cls(seed, draw.choice(KINDS), draw.choice(TRANSPORTS))
+        if random.Random(f"stages {seed}").random() < 0.3:  # apart: seeds that have failed stay what they are
+            plan.kind += " staged"
         if cuts:
             plan.environment = {**plan.environment, "TFPS_SHARED_MEMORY": "0"}  # which nothing cuts
         if draw.random() < 0.6:

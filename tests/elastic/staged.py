@@ -8,9 +8,11 @@ same way; DIFFERS: what is different on who comes back.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -160,6 +162,12 @@ with strategy.scope():
             model = Distiller(dense(4, 1), teacher)
             model.compile(keras.optimizers.SGD(0.05), "mse")
             model.fit(x, y, epochs=3, **options)
+    elif KIND == "caught":  # an exception of the program's own, on all ranks
+        model = compiled(dense(16, 1))
+        fails = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: 1 // 0)
+        with contextlib.suppress(ZeroDivisionError):
+            model.fit(x, y, **{**options, "callbacks": [*options["callbacks"], fails]})
+        model.fit(x, y, epochs=3, **options)
     elif KIND == "head":
         encoder = dense(16, 4)
         whole = compiled(keras.Sequential([encoder, keras.layers.Dense(8)]))
@@ -193,6 +201,12 @@ with strategy.scope():
                 on_train_batch_begin=lambda *_, **__: kernel.assign_add(tf.ones_like(kernel))
             )
             callbacks.append(change)
+        if "waits" in DIFFERS:
+            lost = partial(poll, lambda: strategy._runtime.exchange.failure is not None)
+            callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: lost()))
+        if "reduces" in DIFFERS:
+            reduce = partial(strategy.reduce, "SUM", tf.constant([1.0]), axis=None)
+            callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: reduce()))
         fitted = model.fit(x, y, epochs=4, **{**options, "callbacks": [*options["callbacks"], *callbacks]})
         losses.append(fitted.history["loss"])
 found += model.get_weights()

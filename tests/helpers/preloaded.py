@@ -190,7 +190,6 @@ def _enter(namespace: str) -> None:
 if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # this copy of tfps
     import keras  # noqa: F401
-    import sklearn.datasets  # noqa: F401
     import tensorflow  # noqa: F401
     import training  # noqa: F401
 

@@ -115,6 +115,26 @@ def checkpoints(job: Job) -> Results:
     return ends | {f"best/{key}": value for key, value in rows_of(*made).items()}
 
 
+def copied(job: Job) -> Results:
+    """Weights that a program copies and gives back: the best ones of a training, then what was there at first."""
+    model, made = built(job)
+    x, y = data()
+    model.evaluate(x, y, verbose=0)  # from here on initial values are those of all ranks
+    initial = model.get_weights()
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+    others = x[:24], (y[:24] + np.arange(24) % 2) % 10  # of which half are as in training
+    fit = model.fit(x, y, epochs=40, validation_data=others, callbacks=[stop], **OPTIONS)
+    assert stop.stopped_epoch > stop.best_epoch
+    assert stop.best_epoch > 0
+    best = _ends(model, made, fit)
+    again = _ends(model, made, model.fit(x, y, **OPTIONS))
+    model.set_weights(initial)
+    first = rows_of(*made)
+    last = _ends(model, made, model.fit(x, y, **OPTIONS))
+    results = {"best": best, "again": again, "first": first, "last": last}
+    return {f"{part}/{key}": value for part, found in results.items() for key, value in found.items()}
+
+
 def other_optimizer(job: Job) -> Results:
     """What is compiled again with another optimizer keeps its rows; so does what loads them under another one."""
     model, made = built(job)

@@ -13,8 +13,8 @@ import pytest
 from tfps.types import Json
 
 # The first job belongs to the quick suite, the second is long.
-QUICK = ["fit", "not counted", "several steps", "loop", "without any", "in function", "failing"]
-LONG = ["accumulation", "eager", "empty", "unstaged", "unstaged loop"]
+QUICK = ["fit", "several steps", "loop", "without any", "failing"]
+LONG = ["not counted", "in function", "accumulation", "eager", "empty", "unstaged", "unstaged loop"]
 EACH = pytest.mark.parametrize(
     "program",
     [*(name for name in QUICK if name != "failing"), *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],

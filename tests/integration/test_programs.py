@@ -25,8 +25,9 @@ pytestmark = pytest.mark.timeout(1200)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_steps": (
-        ["loop_function", "logs_that_differ"],
+        ["loop_function"],
         [
+            "logs_that_differ",
             "guide_steps",
             "without_call",
             "own_logs",
@@ -38,11 +39,12 @@ PROGRAMS = {
         ],
     ),
     "programs_named": (["named"], ["not_named"]),
-    "programs_loops": (["loop_divided"], ["loop_alike"]),
-    "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up", "states"], []),
+    "programs_loops": ([], ["loop_divided", "loop_alike"]),
+    "programs_metrics": (["built_in_metrics", "states"], ["metrics_that_do_not_add_up"]),
     "programs_training": (
-        ["helper_models", "predicted_on_one_rank", "captured_constant"],
+        ["predicted_on_one_rank", "captured_constant"],
         [
+            "helper_models",
             "adapted",
             "strings",
             "gradients_none",
@@ -54,8 +56,9 @@ PROGRAMS = {
         ],
     ),
     "programs_precision": (
-        ["loss_scaling", "accumulation"],
+        ["accumulation"],
         [
+            "loss_scaling",
             "loss_scaling_growth",
             "mixed_bfloat16",
             "float64",
@@ -64,8 +67,9 @@ PROGRAMS = {
         ],
     ),
     "programs_input": (
-        ["stopping", "generator_again", "cached"],
+        ["stopping", "generator_again"],
         [
+            "cached",
             "py_dataset_in_epochs",
             "in_any_order",
             "scalar_beside_rows",
@@ -74,8 +78,9 @@ PROGRAMS = {
         ],
     ),
     "programs_saving": (
-        ["saved_in_epochs", "backup_shared"],
+        ["saved_in_epochs"],
         [
+            "backup_shared",
             *("checkpoints_shared", "checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard"),
             "tensorboard_shared",
             *("csv_appended", "monitored", "tf_checkpoint", "weights_set", "weights_set_on_one_rank"),

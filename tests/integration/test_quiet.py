@@ -31,6 +31,7 @@ def said(*command: str, **variables: str) -> list[str]:
 def test_a_job_shows_where_its_pservers_are_its_start_and_its_end_and_nothing_else() -> None:
     first, *lines = said("-m", "tfps.launch", "--workers", "2", SCRIPT)
     assert first.startswith("[pserver 0] tfps_pserver ready at ")
+    lines = [line for line in lines if not line.startswith("[worker 0] tfps: tuned: ")]  # machines may be busy
     assert lines == ["tfps_launch: starts 2 workers", "tfps_launch: all workers ended well"]
 
 

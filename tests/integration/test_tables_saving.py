@@ -11,7 +11,7 @@ import test_tables
 from test_programs import Results
 
 pytestmark = pytest.mark.timeout(600)
-QUICK = "saved_own", "backup_own", "assigned"
+QUICK = "saved_own", "backup_own", "assigned", "copied"
 LONG = "saved_shared", "backup_shared", "checkpoints", "other_optimizer"
 
 

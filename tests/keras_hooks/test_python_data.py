@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-from tfps.errors import UnsupportedError
+from tfps.errors import JoinError, UnsupportedError
 from tfps.keras_hooks import joining, python_data
 from tfps.strategy.patches import install_all
 from tfps.types import Argument, Array, Batches, Structure
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_as_by_others_is_refused(make: Argument, options: di
     if not said:
         python_data.check(epochs)
         return
-    with pytest.raises(UnsupportedError, match=said):
+    with pytest.raises(JoinError, match=said):
         python_data.check(epochs)
 
 
@@ -175,7 +175,7 @@ def test_validation_that_would_have_other_batches_is_refused(options: dict[str, 
     if not said:
         python_data.check_generators(*arguments)
         return
-    with pytest.raises(UnsupportedError, match=said):
+    with pytest.raises(JoinError, match=said):
         python_data.check_generators(*arguments)
 
 
@@ -184,7 +184,7 @@ def test_what_was_used_in_an_earlier_training_is_refused(make: Argument) -> None
     data, model = make(), keras.Model()
     python_data.check_generators(keras.Model.fit, model, (data,), {})
     python_data.check_generators(keras.Model.fit, model, (make(),), {})
-    with pytest.raises(UnsupportedError, match="make one for each call of fit"):
+    with pytest.raises(JoinError, match="make one for each call of fit"):
         python_data.check_generators(keras.Model.fit, model, (), {"x": data})
 
 

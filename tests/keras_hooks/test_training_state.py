@@ -94,3 +94,15 @@ def test_what_callbacks_have_found_goes_on_and_settings_stay() -> None:
     assert (plateau.wait, plateau.best, plateau.min_delta) == (its.wait, its.best, 1.0)  # Keras turns its sign later
     assert (stopping.best, stopping.best_epoch) == (stopped.best, 1)
     assert [each.tobytes() for each in stopping.best_weights] == [each.tobytes() for each in stopped.best_weights]
+
+
+def test_a_history_of_metrics_that_are_vectors_goes_on() -> None:
+    theirs, ours = keras.callbacks.History(), keras.callbacks.History()
+    note_begun([theirs])
+    theirs.history, theirs.epoch = {"loss": [0.5], "f1_score": [np.array([0.25, np.nan], np.float32)]}, [0]
+    found = Snapshot.unpacked(Snapshot({"callbacks": found_by("", theirs, {})}, {}).packed()).plain["callbacks"]
+    assert set_found("", ours, found, Snapshot({}, {}))
+    assert (ours.history["loss"], ours.epoch) == ([0.5], [0])
+    (vector,) = ours.history["f1_score"]
+    assert vector.dtype == np.float32
+    assert vector.tobytes() == theirs.history["f1_score"][0].tobytes()

@@ -310,6 +310,108 @@ def test_what_does_not_go_with_more_workers_is_refused(
     assert why in capsys.readouterr().err
 
 
+HELPERS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])}
+_ENDS = """
+import atexit, pathlib, signal
+import jobs
+from tfps import errors
+from tfps.config import Config
+from tfps.worker.worker import Worker
+errors.show_outlines()
+folder, how, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["TFPS_RANK"])
+again = (folder / f"{rank}.0").exists()
+mine = folder / f"{rank}.{int(again)}"
+mine.write_text(str(os.getpid()))
+def has_come(rank, life):
+    return (folder / f"{rank}.{life}").exists()
+def ended(rank, life):
+    return has_come(rank, life) and not pathlib.Path("/proc", (folder / f"{rank}.{life}").read_text()).exists()
+if how == "an error before the job begins":
+    jobs.poll(lambda: has_come(0, 0) and has_come(1, 0))
+    raise NameError("nothing")
+if how == "the end of the others" and rank == 1 and again:
+    jobs.poll(lambda: False)  # it is too slow to join
+addresses, name = os.environ["TFPS_PSERVERS"].split(","), os.environ["TFPS_JOB"]
+worker = Worker(addresses, rank=rank, job=name, config=Config.from_environment())
+atexit.register(worker.close)
+failed = jobs.Failed(worker)
+if how == "a difference":
+    if rank == 1:
+        worker.fail(errors.MismatchError("the weights differ"))
+    raise failed.wait()
+if how in ("a refusal", "the end of the others"):
+    if rank == 1 and not again:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        raise errors.JoinError("its weights differ")
+    jobs.poll(lambda: ended(1, 1) if how == "a refusal" else has_come(1, 1))
+    worker.close()
+    print("well")
+if how == "an error after the end":
+    worker.close()
+    if rank == 1:
+        jobs.poll((folder / "closed").exists)
+        raise NameError("nothing")
+    (folder / "closed").touch()
+    jobs.poll(lambda: ended(1, 0))
+    print("saved")
+if how == "an error on one after the other":
+    if rank == 0 and again:
+        worker.client.ready(1)
+        raise failed.wait()
+    if rank == 1:
+        jobs.poll(lambda: list(worker.client.ready(1).joiners) == [0])
+    worker.close("NameError: nothing")
+    raise NameError("nothing")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "starts"),
+    [("an error before the job begins", 3), ("a difference", 2), ("an error on one after the other", 3)],
+)
+def test_a_job_that_has_ended_with_an_error_is_not_begun_anew(
+    write_script: WriteScript, tmp_path: Path, how: str, starts: int
+) -> None:
+    options = ("--workers", 2, "--min-workers", 1, "--restart", 2, "--grace", 20)
+    result = launch(*options, write_script(_ENDS), tmp_path, how, **HELPERS)
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.count("it starts again") <= starts - 2, result.stderr
+    assert "; the job is over, and is not begun anew; all others were ended" in result.stderr
+    assert "tfps_pserver job" not in result.stdout
+
+
+def test_a_worker_that_was_refused_is_left_out_with_the_reason(write_script: WriteScript, tmp_path: Path) -> None:
+    options = ("--workers", 2, "--min-workers", 1, "--restart", 2)
+    result = launch(*options, write_script(_ENDS), tmp_path, "a refusal", **HELPERS)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("it starts again") == 1
+    assert (
+        "tfps_launch: worker 1 ended with exit code 76: its weights differ; started again, it would be refused again; "
+        "1 worker goes on\n" in result.stderr
+    )
+    assert "[worker 0] well" in result.stdout
+
+
+def test_a_worker_that_fails_after_the_job_has_ended_ends_no_other(write_script: WriteScript, tmp_path: Path) -> None:
+    options = ("--workers", 2, "--min-workers", 1, "--restart", 2, "--grace", 0)
+    result = launch(*options, write_script(_ENDS), tmp_path, "an error after the end", **HELPERS)
+    assert result.returncode == 0, result.stderr
+    assert "tfps_launch: worker 1 ended with exit code 1; 1 worker goes on\n" in result.stderr
+    assert "[worker 0] saved" in result.stdout
+
+
+def test_a_worker_that_comes_back_too_late_does_not_wait_for_the_others(
+    write_script: WriteScript, tmp_path: Path
+) -> None:
+    options = ("--workers", 2, "--min-workers", 1, "--restart", 2)
+    result = launch(*options, write_script(_ENDS), tmp_path, "the end of the others", **HELPERS)
+    assert result.returncode == 0, result.stderr
+    late, end = result.stderr.splitlines()[-2:]
+    assert late == "tfps_launch: worker 1 came too late: the job has ended"
+    assert end == "tfps_launch: 1 of 2 workers ended well"
+
+
 def test_too_few_workers_end_all(write_script: WriteScript, tmp_path: Path) -> None:
     script = write_script(_LOSES_WORKER_1)
     result = launch("--workers", 2, "--min-workers", 2, "--grace", 1, script, tmp_path, "never")

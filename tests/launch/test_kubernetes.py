@@ -21,6 +21,7 @@ import yaml
 from kubelet import Manifest, Pod
 
 from tfps.config import Config, Launch, Security
+from tfps.errors import REFUSED
 from tfps.launch import cli, kubernetes
 from tfps.launch.cli import parse
 from tfps.strategy.preemption import BETWEEN_STEPS_S, SETTLE_S
@@ -207,7 +208,9 @@ def test_workers_that_others_can_do_without_come_back_and_may_be_evicted(form: s
     if form == "job":
         spec = by_kind(found, "Job")["spec"]
         assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (4, 3)
-        assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["Ignore"]
+        disrupted, refused = spec["podFailurePolicy"]["rules"]
+        assert disrupted["action"] == "Ignore"
+        assert refused == {"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [REFUSED]}}
 
 
 def test_a_job_that_may_grow_says_how_it_is_scaled() -> None:

@@ -81,6 +81,26 @@ def test_an_optimizer_of_several_tables_or_of_the_model_too_counts_each_step_onc
     assert same(rows(*together), rows(*alone))
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_weight_decay_leaves_alone_what_an_optimizer_excludes(own: bool) -> None:
+    """By the name that the variable has in Keras' layer, or the variable itself."""
+
+    def decayed(decay: float, *names: str, variable: bool = False) -> list[Array]:
+        optimizer = O.AdamW(0.01, weight_decay=decay)
+        layer = embedding(ROWS, **({"optimizer": optimizer} if own else {}))
+        model = model_of(layer)
+        model.layers[-1].trainable = False
+        if names or variable:
+            optimizer.exclude_from_weight_decay(layer.weights if variable else None, list(names))
+        fitted(model, O.SGD(0.1) if own else optimizer)
+        return rows(layer)
+
+    plain = decayed(0.0)
+    assert not same(decayed(0.5, "kernel"), plain)
+    for found in (decayed(0.5, "embedding"), decayed(0.5, "bias", "embeddings"), decayed(0.5, variable=True)):
+        assert same(found, plain)
+
+
 def test_the_learning_rate_may_change_between_steps() -> None:
     layer, own = embedding(None), O.SGD(0.5)
     layer.optimizer = own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import resource
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from jobs import Cluster
 
 import tfps
@@ -49,6 +51,39 @@ def test_a_loaded_model_has_the_rows_and_trains_on_like_the_one_that_was_saved(t
     for each in (model, loaded):
         each.fit(*data(), batch_size=16, shuffle=False, verbose=0)
     np.testing.assert_array_equal(loaded.layers[0].read_rows(IDS), user.read_rows(IDS))
+
+
+@pytest.mark.parametrize("order", ["LC", "RLC", "RCL", "CRL", "CL"])
+def test_slots_come_back_whenever_the_optimizer_gets_known(order: str, tmp_path: Path) -> None:
+    """Weights are loaded, rows assigned before that, and the model is compiled."""
+
+    def made() -> Model:
+        model = model_of()
+        model.layers[-1].trainable = False  # its slots are not in a file of weights
+        return keras.Model(model.inputs, model.outputs)
+
+    def compiled(model: Model) -> None:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adagrad(0.5), loss, jit_compile=False)
+
+    def fitted(model: Model) -> Array:
+        model.fit(*data(), batch_size=16, shuffle=False, verbose=0)
+        rows: Array = model.layers[1].read_rows(IDS)
+        return rows
+
+    model, path = made(), tmp_path / "model.weights.h5"
+    compiled(model)
+    fitted(model)
+    model.save_weights(path)
+    expected, again = fitted(model), made()
+    steps = {
+        "R": lambda: again.layers[1].load_rows(IDS, np.ones((len(IDS), DIM))),
+        "C": lambda: compiled(again),
+        "L": lambda: again.load_weights(path),
+    }
+    for step in order:
+        steps[step]()
+    np.testing.assert_array_equal(fitted(again), expected)
 
 
 def test_a_model_that_was_never_trained_needs_no_folder(tmp_path: Path) -> None:
@@ -107,6 +142,19 @@ def test_what_cannot_have_rows_beside_it_is_refused(tmp_path: Path) -> None:
         model.save("gs://bucket/model.keras")
     with pytest.raises(UnsupportedError, match="to_embedding"):
         model.export(tmp_path / "exported")
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(UnsupportedError, match=r"model\.save"):
+            copied(model.layers[0])
+    for saved in ({"model": model}, {"optimizer": model.optimizer}):
+        with pytest.raises(UnsupportedError, match=r"user/rows'.*model\.save"):
+            tf.train.Checkpoint(**saved).write(str(tmp_path / "checkpoint"))
+    plain = keras.Sequential([keras.Input((6,), dtype="int64"), keras.layers.Embedding(9, DIM, name="user")])
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    with pytest.raises(ValueError, match="load_rows"):
+        keras.Sequential(model.layers[:1]).load_weights(tmp_path / "plain.weights.h5")
+    model.compile(keras.optimizers.Adam(use_ema=True), model.loss, jit_compile=False)
+    with pytest.raises(UnsupportedError, match="use_ema"):
+        model.fit(*data(), verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
 
 
 @pytest.fixture

@@ -147,8 +147,9 @@ class MachineOfRoster(RuleBasedStateMachine):
         if joiners:
             chosen = data.draw(st.sets(st.sampled_from(joiners), min_size=1))
             before = self.members.view.ranks
-            view, effects = self.members.admit({*chosen, *(set(range(WORKERS)) - self.here)})
+            view, effects = self.members.admit({*chosen, *(set(range(WORKERS)) - self.here)}, 1.0)
             self.part |= chosen
+            assert chosen <= self.members.on_trial() <= self.part
             assert effects[-1] == NotifyAdmitted(before, view.ranks)
             assert len(effects) == 1 + len(chosen)
             self.lost -= chosen

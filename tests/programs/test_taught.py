@@ -44,10 +44,8 @@ PROGRAMS = {
     ],
 }
 QUICK = [
-    *(("taught_generative", "gan"), ("taught_losses", "mixed_outputs"), ("taught_vectors", "siamese_network")),
-    *(("taught_vectors", "returned"), ("taught_vectors", "numbers_of_batches")),
+    *(("taught_generative", "gan"), ("taught_vectors", "siamese_network")),
     *(("taught_vectors", "functions_of_batches"), ("taught_vectors", "losses_of_outputs")),
-    ("programs_whole", "convolutional"),
 ]
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History
 NEAR = 0.75  # of the same, for losses that are not to be those of plain Keras: pairs are fewer in smaller batches

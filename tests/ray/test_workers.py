@@ -17,7 +17,7 @@ import pytest
 import tfps
 import tfps.ray
 from tfps.config import Config, Launch, Security
-from tfps.errors import PserverLostError, WorkerLostError
+from tfps.errors import JoinError, MismatchError, PserverLostError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument, Model, Options
 from tfps.wire.control import Pserver
@@ -151,6 +151,35 @@ def test_the_error_says_how_often_workers_were_started_again(tmp_path: Path) -> 
     with pytest.raises(WorkerLostError, match=says):
         tfps.ray.run(partial(fails, tmp_path), workers=2, max_failures=2, min_workers=2)
     assert [rank for rank, _ in began(tmp_path)] == [0, 1, 1, 1]
+
+
+def raises(folder: Path, error: type[Exception]) -> int:
+    """Rank 1 fails, and raises an error when it has been started again; the other one returns when it has ended."""
+    rank, lives = Launch.from_environment().rank or 0, len(began(folder))
+    (folder / f"{rank} began as {os.getpid()}").touch()
+    if rank == 1:
+        raise error("its weights differ") if lives == 2 else ValueError("no such column: 'price'")
+    if error is not JoinError:
+        on_ray.wait_to_be_ended()
+    jobs.poll(
+        lambda: (
+            len(began(folder)) == 3 and all(Path(f"/proc/{pid}").exists() == (own == 0) for own, pid in began(folder))
+        )
+    )
+    return rank
+
+
+def test_a_worker_that_was_refused_is_not_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    function = partial(raises, tmp_path, JoinError)
+    assert tfps.ray.run(function, workers=2, pservers=1, max_failures=3, min_workers=1) == [0]
+    assert len(began(tmp_path)) == 3
+    assert re.search(r"JoinError: its weights differ.*; 1 workers go on", caplog.text), caplog.text
+
+
+def test_what_every_worker_would_meet_ends_the_job(tmp_path: Path) -> None:
+    with pytest.raises(WorkerLostError, match=r"MismatchError: its weights differ.*were started again 1 times"):
+        tfps.ray.run(partial(raises, tmp_path, MismatchError), workers=2, pservers=1, max_failures=3, min_workers=1)
+    assert len(began(tmp_path)) == 3
 
 
 def loses_its_pserver(folder: Path) -> None:

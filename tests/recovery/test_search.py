@@ -522,7 +522,7 @@ class Job:
 
 DONE, LEFT, GONE = "done done", "dead done", "WorkerLostError dead"
 JOBS = [
-    Job(("lose_pserver", "lose_pserver"), (DONE,)),
+    Job(("lose_pserver", "lose_pserver"), (DONE,), long=True),
     Job(("lose_pserver", "lose_pserver"), (DONE,), update=True, long=True),
     Job(("lose_pserver", "die"), (DONE, LEFT, GONE), update=True),
     Job(("lose_pserver", "die"), (DONE, LEFT, GONE), update=True, rounds=2, long=True),

@@ -93,6 +93,7 @@ def test_a_peer_that_cannot_sleep_is_left_out_by_name() -> None:
     assert "without Python" in reason
 
 
+@pytest.mark.long
 def test_tfps_is_measured_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[float] = []
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import jobs
 import numpy as np
 import pytest
-from jobs import Cluster, Pending, attempt, bucket, declare, poll, push, summed, together
+from jobs import Cluster, Failed, Pending, attempt, bucket, declare, poll, push, summed, together
 
 from tfps.config import Config
-from tfps.errors import ConnectError, MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
+from tfps.errors import ConnectError, JoinError, MismatchError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import elastic
 from tfps.wire.send_queue import SILENT_S
 from tfps.worker.worker import Worker
@@ -111,10 +112,40 @@ def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> No
     assert joiner.declare([TOTAL, WORDS][:1]) == [1]
     total = push(joiner, 1, ONES[:2]).wait()
     assert (summed(total).tolist(), list(total.ranks)) == ([1.0, 1.0], [2])
-    with pytest.raises(UnsupportedError, match=r"rank 2: a worker can join a job under way in model.fit only"):
+    with pytest.raises(JoinError, match=r"rank 2: a worker can join a job under way in model.fit only"):
         push(joiner, 0, ONES).wait()
     with joiner.joining.trying_out():
         assert summed(push(joiner, 0, ONES).wait()).tolist() == [1.0] * 750
+
+
+@pytest.mark.parametrize("wrong", ["does nothing", "declares something else", "leaves because it differs"])
+def test_a_joining_worker_on_trial_that_does_nothing_or_differs_ends_alone(cluster: Cluster, wrong: str) -> None:
+    """Who has been let in, and has not taken a step yet, cannot hold or end the others."""
+    job = Job(cluster, config=dataclasses.replace(GOES_ON, step_timeout_s=20))  # 2 of which it may hold them
+    joiner = job.joiner()
+    joiner.declare([GRADIENT, TOTAL, WORDS])
+    assert job.admit(joiner) == [[0, 1]] * 3
+    if wrong == "declares something else":
+        others = [functools.partial(worker.declare, [bucket(4, name="theirs")]) for worker in job.workers]
+        assert attempt(*others, lambda: joiner.declare([bucket(8, name="own")]))[:2] == [[3], [3]]
+        for pending in [push(worker, 3, ONES[:1]) for worker in job.workers]:
+            assert summed(pending.wait()).tolist() == [2.0]
+    elif wrong == "leaves because it differs":
+        joiner.fail(MismatchError("it differs"))
+    steps = [[push(worker, 0, ONES), push(worker, 2, b"x")] for worker in job.workers]
+    for gradient, words in steps:
+        assert summed(gradient.wait()).tolist() == [2.0] * 750
+        assert words.wait().parts == {worker.rank: b"x" for worker in job.workers}
+    poll(lambda: joiner.failure is not None)
+    assert isinstance(joiner.failure, MismatchError if wrong.startswith("leaves") else JoinError), joiner.failure
+    assert job.workers[0].view.ranks == (0, 1)
+
+
+def test_a_joining_worker_whom_nobody_can_let_in_any_more_ends(under_way: Job) -> None:
+    failed = Failed(under_way.joiner())
+    for worker in under_way.workers:
+        worker.close()
+    failed.wait(WorkerLostError, ", the last of the job, has left")
 
 
 def test_two_joining_workers_at_once_and_one_that_dies_before(cluster: Cluster) -> None:
@@ -157,9 +188,15 @@ def test_a_joining_worker_waits_for_a_while_only(cluster: Cluster) -> None:
 
 def test_another_program_is_refused_and_the_others_go_on(under_way: Job) -> None:
     joiner = under_way.joiner()
-    with pytest.raises(MismatchError, match=r"rank 2 joins a job under way, and declares what that has not declared"):
+    with pytest.raises(
+        JoinError, match=r"rank 2 joins a job under way, and declares what that has not declared"
+    ) as refused:
         joiner.declare([bucket(12, name="another model")])
+    joiner.fail(refused.value)
     joiner.close()
+    status = under_way.workers[0]._pservers[0].call("Status", pb.StatusRequest(details=True), jobs.DEADLINE_S)
+    assert f"which has not taken part yet, has left: {refused.value}" in status.changes[-1]
+    assert ("Join", "JoinError", 1) in [(each.where, each.error, each.count) for each in status.errors]
     under_way.exchange(under_way.workers)
 
 
@@ -179,7 +216,7 @@ def test_what_cannot_be_joined_is_named(cluster: Cluster) -> None:
     made = cluster.workers(addresses, 2, config=config)
     made[1].close("SIGTERM")
     (error,) = attempt(functools.partial(cluster.worker, addresses, config=config))
-    assert isinstance(error, UnsupportedError)
+    assert isinstance(error, JoinError)
     assert "with mode='sync' only" in str(error)
 
 

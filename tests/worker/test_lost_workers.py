@@ -14,7 +14,7 @@ import pytest
 from jobs import Cluster, Failed, RawWorker, attempt, bucket, poll, push, summed
 
 from tfps.config import Config
-from tfps.errors import MismatchError, TfpsError, WorkerLostError
+from tfps.errors import OF_JOB, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.trace.capture import CapturedView
 from tfps.trace.capture_file import read, write_chrome
@@ -185,11 +185,13 @@ def test_too_few_end_the_job_by_name(cluster: Cluster) -> None:
         assert "rank 1 (rawhost:" in str(error)
 
 
-def test_a_difference_between_ranks_ends_the_job_for_all(cluster: Cluster) -> None:
+@pytest.mark.parametrize("kind", OF_JOB)
+def test_what_every_worker_would_meet_ends_the_job_for_all(cluster: Cluster, kind: type[TfpsError]) -> None:
     lost = Job(cluster)
     failed = Failed(lost.workers[0])
-    lost.workers[1].fail(MismatchError("the weights differ"))
-    assert isinstance(failed.wait(), MismatchError)
+    lost.workers[1].fail(kind("the snapshot's disk is full"))
+    error = failed.wait(kind, "failed: the snapshot's disk is full")
+    assert str(error).count("failed: ") == 1
 
 
 def test_a_worker_that_fails_leaves_the_others_to_go_on(cluster: Cluster) -> None:
@@ -197,6 +199,7 @@ def test_a_worker_that_fails_leaves_the_others_to_go_on(cluster: Cluster) -> Non
     lost.die()
     lost.workers[1].fail(TfpsError("the disk is full"))
     assert summed(push(lost.workers[0], GRADIENT, ONES).wait()).tolist() == [1.0] * 512
+    assert lost.server.status().changes[1].count("failed: ") == 1
     assert "the disk is full" in lost.server.status().changes[1]
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from pathlib import Path
 
 import moving
 import numpy as np
 import pytest
-from jobs import Cluster, Pending, poll, together
+from jobs import Cluster, Failed, Pending, poll, together
 from table_jobs import IDS, SCALARS, TABLE, declared, described
 
 from tfps.config import Config, Security
-from tfps.errors import PserverLostError, TfpsError, WorkerLostError
+from tfps.errors import ConfigError, PserverLostError, TfpsError, WorkerLostError
 from tfps.exchange.interface import Wait
-from tfps.exchange.requests import Assign, Lookup, RowUpdate
+from tfps.exchange.requests import Assign, Load, Lookup, RowUpdate, SavedRows
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.pserver.rendezvous import offer
 from tfps.recovery.exchange import ElasticExchange
@@ -256,6 +257,26 @@ def test_a_snapshot_that_cannot_be_written_ends_the_job_by_name(cluster: Cluster
     job = Training(cluster, config(tmp_path / "file"))
     with pytest.raises(TfpsError, match=r"snapshot of table 'user'.*snapshot_folder.*could not be written to .*/file"):
         job.train(4)
+
+
+def test_snapshots_that_are_gone_end_the_job_on_every_rank(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one rank finds out first: the others do not go on without it."""
+    job = Training(cluster, config(tmp_path / "snapshots"))
+    job.train(2)
+    failed, load = [Failed(worker) for worker in job.workers], WorkerTables.load
+
+    def wait_for_rank_1(self: WorkerTables, request: Load) -> SavedRows:
+        if self._client.membership.rank != 1:
+            poll(lambda: bool(failed[1].errors))
+        return load(self, request)
+
+    monkeypatch.setattr(WorkerTables, "load", wait_for_rank_1)
+    shutil.rmtree(tmp_path / "snapshots")
+    job.servers[0].stop(0)
+    for each in failed:
+        each.wait(ConfigError, "must have shards of the table")
 
 
 def test_without_a_folder_a_lost_pserver_ends_the_job(

@@ -26,7 +26,9 @@ def test_only_what_captures_show_is_of_the_wall_clock() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("cc"), reason="needs Linux and a compiler")
-@pytest.mark.parametrize(("shared", "transport"), [("1", "auto"), ("0", "tcp"), ("0", "grpc")])
+@pytest.mark.parametrize(
+    ("shared", "transport"), [("1", "auto"), ("0", "tcp"), pytest.param("0", "grpc", marks=pytest.mark.long)]
+)
 def test_jumps_of_the_wall_clock_stall_no_exchange_and_no_wait(shared: str, transport: str, tmp_path: Path) -> None:
     library, offset = tmp_path / "jumping_clock.so", tmp_path / "offset"
     source = Path(jobs.__file__).with_name("jumping_clock.c")

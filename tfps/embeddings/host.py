@@ -8,6 +8,7 @@ Tested in tests/layers/test_embedding.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,7 @@ import logging
 import threading
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from tfps.runtime.runtime import Runtime, indivisible
 from tfps.runtime.transfers import UNDECLARED, Pull, Pushed, Transfer
 from tfps.tables.initial import Initial
 from tfps.tables.spec import TableSpec
-from tfps.types import Function, Structure, Value
+from tfps.types import Function, Structure, Value, Variable
 
 logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
@@ -81,6 +82,13 @@ class _Came:
     scalars: bytes = b""
 
 
+class Held:
+    """While it lives, owners keep rows under its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 class HostTable:
     """One table, for all graphs and eager code of a process.
 
@@ -93,7 +101,10 @@ class HostTable:
         self.runtime, self.name, self.alike, self.dim = runtime, name, alike, dim
         self._initial, self.seed, self.replicas = initial, seed, replicas
         self.spec: TableSpec | None = None  # once it is declared
-        self.changes = 0  # how often rows have been replaced, other than by training
+        self.changed: Variable | None = None  # where ranks that agree on variables have `changes`
+        self._changes = 0
+        self._held: weakref.WeakValueDictionary[str, Held] = weakref.WeakValueDictionary()  # by name
+        self._dropped: deque[str] = deque()  # names of what was held, and is not yet forgotten
         self.awaits = ""  # the files that its rows must come from first, as a model says that was loaded
         self.bucket = UNDECLARED
         self.codec: Codec | None = None
@@ -283,6 +294,10 @@ class HostTable:
         unique, places = np.unique(ids, return_inverse=True)
         return self.lookup_now(unique, self.step)[places.reshape(-1)]
 
+    def count(self) -> int:
+        """How many rows there are."""
+        return 0 if self.bucket == UNDECLARED else self._tables.save(Save(self.bucket, 0, "", "")).rows
+
     def save(self, folder: str, name: str, since: int | None = None) -> SavedRows:
         """Writes files; see `Save`. It must have been declared."""
         self.check_restored()
@@ -295,15 +310,60 @@ class HostTable:
         """Replaces all rows; see `Load`. It must have been declared."""
         self.runtime.finish()
         found = self._tables.load(Load(self.bucket, self.step, folders, name, identity, alone, seed))
-        self.awaits, self.changes = "", self.changes + 1
-        self.prefetcher.clear()
+        self.awaits = ""
+        self._count_change(alone)
         return found
+
+    @property
+    def changes(self) -> int:
+        """How often all ranks have replaced rows, other than by training."""
+        return self._changes if self.changed is None else int(self.changed.values[0].numpy())
+
+    def _count_change(self, alone: bool = False) -> None:
+        self.prefetcher.clear()
+        if not alone:
+            if self.changed is None:
+                self._changes += 1
+            else:
+                self.changed.assign(self.changes + 1)
+
+    def keep(self, moment: str) -> Held | None:
+        """Has the owners keep the rows as they are now while the result lives; None: this rank sees others than a rank
+        that has had them kept at the same `moment`. The owners forget them with a later request. It must have been
+        declared.
+        """
+        self.check_restored()
+        name = f"{self.changes}-{moment}"
+        if (held := self._held.get(name)) is None:
+            self.runtime.finish()
+            if not self._tables.save(Save(self.bucket, self.step, "", name, remove=self._to_forget())).full:
+                return None
+            held = self._held[name] = Held(name)
+            weakref.finalize(held, self._dropped.append, name).atexit = False
+        return held
+
+    def go_back(self, name: str, seed: str = "") -> None:
+        """All ids read as what is kept under `name`, or as initial values of a seed; slots stay. All ranks call it. It
+        must have been declared.
+        """
+        self.load((), name, f"{name}/{seed}", seed=seed)
+
+    def _to_forget(self) -> list[str]:
+        names = list[str]()
+        with contextlib.suppress(IndexError):
+            while True:
+                names.append(self._dropped.popleft())
+        return names
+
+    def forget(self) -> None:
+        """Tells the owners what they need not keep any more, if anything. Any thread."""
+        if self._dropped and self.bucket != UNDECLARED:
+            self._tables.save(Save(self.bucket, 0, "", "", remove=self._to_forget()))
 
     def assign(self, ids: Ids, rows: Floats) -> None:
         """Replaces rows [n, dim] of `ids`, each once. It must have been declared."""
         self.runtime.finish()
-        self.changes += 1
-        self.prefetcher.clear()
+        self._count_change()
         identity = f"{self.changes}/{zlib.crc32(rows.data, zlib.crc32(ids.data))}"
         self._tables.assign(Assign(self.bucket, self.step, ids, rows, identity))
 

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfps.embeddings.variable import TableVariable, all_tables, tables_of, update_spec
+from tfps.embeddings.variable import TableVariable, all_tables, tables_of
 from tfps.errors import ConfigError, UnsupportedError
-from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks.checkpoint import (
     StrPath,
@@ -63,7 +62,13 @@ def save_reference(table: TableVariable, store: Argument) -> None:
 
 def load_reference(table: TableVariable, store: Argument) -> None:
     """Takes what `save_reference` has noted: the rows follow, before any of them is read."""
-    reference, seed = (bytes(np.asarray(store[name], np.uint8)).decode() for name in (_REFERENCE, _SEED))
+    try:
+        reference, seed = (bytes(np.asarray(store[name], np.uint8)).decode() for name in (_REFERENCE, _SEED))
+    except KeyError as error:
+        raise ConfigError(
+            f"the file does not say where the rows of table {table.path!r} are: it has the weights of another layer, "
+            "such as keras.layers.Embedding; load them into that one, and give its rows to load_rows(ids, rows)"
+        ) from error
     if table.table.spec is None:
         table.seed = int(seed)
     table.table.awaits = reference or ("" if table.table.spec is None else f"{_NO_ROWS}{seed}")
@@ -119,33 +124,31 @@ def _loaded(model: Model, filepath: StrPath) -> None:
             _restore(table, [folder], name, reference, getattr(model, "optimizer", None))
 
 
-def _exported(model: Model) -> None:
+def _exported(model: Model, what: str) -> None:
     if tables := tables_of(model):
         raise UnsupportedError(
-            f"the rows of table {tables[0].path!r} are on pservers and cannot be in a SavedModel: build the model that "
-            "serves with layer.to_embedding() in the place of the layer, or write rows by layer.export_rows(path)"
+            f"the rows of table {tables[0].path!r} are on pservers and cannot be in {what}: save it by model.save, or "
+            "build the model that serves with layer.to_embedding() in the place of the layer, or write rows by "
+            "layer.export_rows(path)"
         )
 
 
 def _declared(model: Model) -> None:
     """Declares tables on all ranks, of which one may restore them alone."""
     for table in tables_of(model):
-        if table.table.spec is None:
-            table.table.declare(table.spec(_update_of(table, model.optimizer)))
+        if table.undecided:
+            table.declare(model.optimizer)
 
 
 def _restore(
     table: TableVariable, folders: Sequence[Path], name: str, identity: str, optimizer: Optimizer | None
 ) -> None:
-    if table.table.spec is None:
-        known = table.optimizer is not None or optimizer is not None
-        update = _update_of(table, optimizer) if known else saved_update(folders[-1], name)
-        table.table.declare(table.spec(update))
+    if table.undecided:  # else its slots are those that the optimizer has
+        if table.optimizer is not None or optimizer is not None:
+            table.declare(optimizer)
+        else:
+            table.declare_for_now(saved_update(folders[-1], name))
     table.table.load([str(each.absolute()) for each in folders], name, identity, alone=restores_alone.get())
-
-
-def _update_of(table: TableVariable, optimizer: Optimizer) -> UpdateSpec:
-    return update_spec(table.optimizer or optimizer, table.dim)
 
 
 saved_beside.append(_saved)

@@ -10,6 +10,7 @@ Tested in tests/layers/test_embedding.py and tests/layers/test_optimizers.py.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import threading
 import uuid
@@ -17,15 +18,18 @@ import weakref
 from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfps.config import Config
 from tfps.embeddings.host import HostTable
-from tfps.errors import UnsupportedError
+from tfps.errors import TfpsError, UnsupportedError
 from tfps.exchange.update_spec import SLOTS, UpdateSpec
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import counted, current_share, in_keras_step, reducing_gradients
 from tfps.graph.tf_private import identities, in_xla, ops
+from tfps.keras_hooks.kept_rows import KeptRows
+from tfps.keras_hooks.keras_private import decays
 from tfps.policies.remote_optimizers import READINGS, constants_of, reading_of, step_scalars
 from tfps.runtime.runtime import Runtime
 from tfps.tables.initial import Initial
@@ -36,6 +40,7 @@ from tfps.updates.itself import UpdatesItself
 from tfps.updates.names import unnumbered
 from tfps.worker.embedded import EmbeddedExchange
 
+_INITIAL = "initial"  # the name of what rows are before any of them is trained
 _OWN = "give the layer an optimizer of its own, such as optimizer=keras.optimizers.Adagrad(0.05)"
 _RULES = {kind: reading for kind, reading in READINGS.items() if kind is not keras.optimizers.Nadam}
 _LIMITS = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -78,6 +83,7 @@ class TableVariable(keras.Variable, UpdatesItself):
         self.strategy = self._strategy if isinstance(self._strategy, BaseStrategy) else None  # of tfps
         self.dim, self.rows, self.optimizer = dim, rows, optimizer
         self._initial, self._settings = initial, settings
+        self.undecided = True  # whether it has not been declared for the optimizer that is to update it
         if self.strategy is not None:
             extended = self.strategy.extended
             runtime, replicas = extended.runtime, len(extended.worker_devices)
@@ -87,11 +93,17 @@ class TableVariable(keras.Variable, UpdatesItself):
         self._seed: Variable | None = None  # rank 0's, when initial values are agreed
         if self.strategy is not None:
             self._seed = tf.Variable(seed, trainable=False, dtype=tf.int64, name=f"{self.path}/seed")
+            self.table.changed = tf.Variable(0, trainable=False, dtype=tf.int64, name=f"{self.path}/changes")
             self.table.codec = self.strategy.extended.compressing.codec_of_table(self.path)
         with _lock:
             _all[self.table.number] = self
         if optimizer is not None:
             update_spec(optimizer, dim)  # which may refuse
+
+    @property
+    def name(self) -> str:
+        """That of the variable in Keras' layer: optimizers exclude variables by it (`exclude_from_weight_decay`)."""
+        return "embeddings"
 
     @property
     def _replica(self) -> int:
@@ -137,19 +149,79 @@ class TableVariable(keras.Variable, UpdatesItself):
             with tf.init_scope():
                 self.table.seed = int(self._seed.values[0].numpy())
 
+    @property
+    def parameters(self) -> int:
+        """Floats of all its rows: of a table for any id those that there are now."""
+        return self.dim * (self.table.count() if self.rows is None else self.rows)
+
     def spec(self, update: UpdateSpec) -> TableSpec:
         self._take_seed()
         return TableSpec(self.dim, self.rows, self.table.seed, self._initial, update, **self._settings)
 
     def declare(self, optimizer: Optimizer) -> None:
-        self.table.declare(self.spec(update_spec(self.optimizer or optimizer, self.dim)))
+        self.table.declare(self.spec(self.update_by(optimizer)))
+        self.undecided = False
+
+    def declare_for_now(self, update: UpdateSpec) -> None:
+        """Declares it while its optimizer may not be known; `declare`, or what restores slots, does so again."""
+        self.table.declare(self.spec(update))
+        self.undecided = self.optimizer is None
+
+    def update_by(self, optimizer: Optimizer) -> UpdateSpec:
+        """How its rows are updated: by its own optimizer, if it has one; see `update_spec`."""
+        return update_spec(self.optimizer or optimizer, self.dim, self)
 
     def load(self, ids: Array, rows: Array) -> None:
         """Replaces rows [n, dim] of `ids`, each once."""
-        if self.table.spec is None:  # its optimizer may not be known yet: it is declared again then
+        if self.table.spec is None:
             plain = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (self.dim,), (False,))
-            self.table.declare(self.spec(plain if self.optimizer is None else update_spec(self.optimizer, self.dim)))
+            self.declare_for_now(plain if self.optimizer is None else self.update_by(self.optimizer))
         self.table.assign(ids, rows)
+
+    def numpy(self) -> KeptRows:
+        """What `get_weights` has of it: while that lives, owners keep what the rows are now, as far as they change."""
+        values = np.zeros(self.shape, np.float32)
+        self.table.check_restored()
+        about = {"table": self.table.number, "name": _INITIAL, "seed": ""}
+        if self.table.spec is None:  # its seed may not be that of all ranks yet
+            own = self.strategy is None or self.strategy.num_workers == 1
+            return KeptRows.of(values, {**about, "seed": str(self.seed) if own else ""})
+        policy = None if self.strategy is None else self.strategy.extended.policy
+        barrier = None if policy is None or policy.together else policy.state
+        held = self.table.keep(str(self.table.step) if barrier is None else f"at {barrier}")
+        return KeptRows.of(values, None if held is None else {**about, "name": held.name}, held)
+
+    def assign(self, value: Value) -> None:
+        """Goes back to what `numpy` has returned, as `set_weights` does; on every rank.
+
+        Raises:
+            UnsupportedError: it is something else.
+        """
+        said = value.said if isinstance(value, KeptRows) else None
+        if said is None or said["table"] != self.table.number:
+            raise UnsupportedError(
+                f"the rows of table {self.path!r} are on pservers, and what is assigned has none of them: set_weights "
+                "takes what get_weights of the same model has returned in this run, unchanged; other models and runs "
+                "get them by save_weights() and load_weights(), other values by load_rows(ids, rows) of the layer"
+            )
+        seed = said["seed"] or str(self.seed)
+        if self.table.spec is None:
+            self.seed = int(seed)
+        else:
+            self.table.go_back(said["name"], seed if said["name"] == _INITIAL else "")
+
+    def _serialize_to_tensors(self) -> Structure:
+        raise self._not_in_checkpoints
+
+    def _restore_from_tensors(self, restored_tensors: Structure) -> Structure:
+        raise self._not_in_checkpoints
+
+    @property
+    def _not_in_checkpoints(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"the rows of table {self.path!r} are on pservers and cannot be in a tf.train.Checkpoint: save the "
+            "compiled model by model.save('name.keras'), which has its optimizer, too, or by model.save_weights"
+        )
 
     def apply(self, gradient: Value, optimizer: Optimizer) -> None:
         """Sends it to the owners of the rows."""
@@ -207,11 +279,13 @@ def prefetch(strategy: weakref.ref[tf.distribute.Strategy], batches: Sequence[St
     """Prefetches the rows of a batch that has just been staged. Called by a thread that stages."""
     if (own := strategy()) is not None:
         for variable in all_tables(own):
+            with contextlib.suppress(TfpsError):  # which the next step raises
+                variable.table.forget()
             variable.table.prefetch(batches)
 
 
-def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:
-    """How rows of `dim` floats are updated by `optimizer`.
+def update_spec(optimizer: Optimizer, dim: int, variable: Variable = None) -> UpdateSpec:
+    """How rows of `dim` floats are updated by `optimizer`, which may exclude their `variable` from its weight decay.
 
     Raises:
         UnsupportedError: it has no rule by row.
@@ -223,9 +297,9 @@ def update_spec(optimizer: Optimizer, dim: int) -> UpdateSpec:
                 f"an optimizer of tables must have no {name}, which needs all rows or several steps, got "
                 f"{name}={getattr(optimizer, name)!r} of {type(optimizer).__name__}; {_OWN}"
             )
-    decays, slots = bool(optimizer.weight_decay), _slots(reading.rule, optimizer)
-    constants = constants_of(optimizer, reading, decays=decays)
-    return UpdateSpec(reading.rule, constants, tuple(slots.items()), (dim,), (decays,))
+    decayed = bool(optimizer.weight_decay) and (variable is None or decays(optimizer, variable))
+    constants, slots = constants_of(optimizer, reading, decays=decayed), _slots(reading.rule, optimizer)
+    return UpdateSpec(reading.rule, constants, tuple(slots.items()), (dim,), (decayed,))
 
 
 def _slots(rule: str, optimizer: Optimizer) -> dict[str, float]:

@@ -266,6 +266,9 @@ class Joining(Protocol):
     def joiners(self, training: int) -> list[int]:
         """The ranks that wait to take part in it."""
 
+    def begun(self, training: int) -> int:
+        """The number of the training that the others are in, for a joining worker that waits for `training`."""
+
     def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         """Lets them take part from the next round of every bucket on; all ranks call it, with nothing under way.
 

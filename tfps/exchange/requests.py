@@ -64,22 +64,23 @@ class RowUpdate(Request):
 class Save(Request):
     """Writes all rows, or what has changed `since` the step of a save before, to files `name` in a new `folder`."""
 
-    folder: str
-    name: str
+    folder: str  # empty: owners keep the rows in memory
+    name: str  # empty, without a folder: they keep nothing
     since: int | None = None
     before: str = ""  # the folder of the save before, for whoever reads this one; empty: the reader gives it
-    remove: Sequence[str] = ()  # names of saves beside it that nobody needs any more
+    remove: Sequence[str] = ()  # names of saves beside it, or of what this rank has had kept, that it needs no more
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Load(Request):
     """Replaces all rows by those of a full save and those after it, once, when all ranks ask for it."""
 
-    folders: Sequence[str]
+    folders: Sequence[str]  # none: what is kept under `name`
     name: str  # of the files
     identity: str  # names what is loaded; each rank says the same
     alone: bool = False  # other ranks need not ask: they read nothing meanwhile
-    seed: str = ""  # without folders: no id has a row, and all read as its initial values
+    # Without folders: all read as its initial values. With a name slots stay, without one no id has a row.
+    seed: str = ""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -97,5 +98,5 @@ class SavedRows(NamedTuple):
     step: int  # of the rows, as the owners count
     rows: int
     nbytes: int
-    full: bool = True  # not only what has changed
+    full: bool = True  # not only what has changed; without a folder, whether the rows are kept
     slots: bool = True  # of the same rule; else they are not used

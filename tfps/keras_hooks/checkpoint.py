@@ -32,6 +32,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfps.errors import saving
 from tfps.graph.patches import BaseStrategy, replaced, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
@@ -222,14 +223,15 @@ def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback)
     if strategy.num_workers > 1:
         strategy.extended.policy.check_saves_now("BackupAndRestore")
     if strategy.rank == 0:
-        original(callback)
+        with saving(callback.backup_dir):  # also what says which epoch it is
+            original(callback)
     else:
         _first_rank_only(strategy, model.save_weights, callback._weights_path)
     for state in _states_of(strategy, model):
         state.collect()
         if strategy.rank == 0:
             step, path = int(model.optimizer.iterations.numpy()), _beside(callback, state)
-            with tf.io.gfile.GFile(f"{path}.part", "wb") as file:
+            with saving(path), tf.io.gfile.GFile(f"{path}.part", "wb") as file:
                 file.write(_packed(state.arrays(), step))
             tf.io.gfile.rename(f"{path}.part", path, overwrite=True)
 
@@ -278,7 +280,7 @@ restores_alone = contextvars.ContextVar("restores_alone", default=False)
 saved_beside: list[Callable[[Model, StrPath], contextlib.AbstractContextManager[object]]] = []
 loaded_beside: list[Callable[[Model, StrPath], object]] = []
 before_restoring: list[Callable[[Model], object]] = []  # called with the model, on all ranks
-before_exporting: list[Callable[[Model], object]] = []  # which may refuse
+before_exporting: list[Callable[[Model, str], object]] = []  # called with what is written, too; may refuse
 _CALLED = "as `Model.save`, however a program has imported what calls it"
 
 
@@ -291,7 +293,7 @@ def _save(original: Function, model: Model, filepath: StrPath, *args: object, **
     """Each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's. Rows of
     tables go beside it.
     """
-    with contextlib.ExitStack() as around:
+    with saving(filepath), contextlib.ExitStack() as around:
         if not _around.get():
             around.callback(_around.reset, _around.set(True))
             for each in saved_beside:
@@ -357,7 +359,7 @@ replaces(saving_lib, "_save_model_to_fileobj", _OUTER, "pickles global parameter
 def _export(original: Function, model: Model, *args: object, **options: object) -> object:
     """Rank 0 writes the folder, with global parameters; what is not in a model's memory cannot be in it."""
     for check in before_exporting:
-        check(model)
+        check(model, "a SavedModel")
     return _export_under_strategy(original, model, *args, **options)
 
 
@@ -366,7 +368,7 @@ def _export_under_strategy(
     original: Function, strategy: BaseStrategy, model: Model, filepath: str, *args: object, **options: object
 ) -> object:
     call = functools.partial(original, model)
-    with strategy.extended.policy.global_parameters():
+    with saving(filepath), strategy.extended.policy.global_parameters():
         return _first_rank_only(strategy, call, filepath, *args, **options)
 
 
@@ -468,7 +470,9 @@ def _save_checkpoint(
             logs = agreed_logs(callback.model, logs or {})
         if "://" not in str(callback.filepath):
             # Several ranks may create it at once, which Keras does not expect.
-            Path(callback._get_file_path(epoch, batch, logs)).parent.mkdir(parents=True, exist_ok=True)
+            path = Path(callback._get_file_path(epoch, batch, logs))
+            with saving(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
     original(callback, epoch, batch, logs)
 
 
@@ -524,7 +528,9 @@ class _Discarding:
 
 
 def _set_orbax_model(original: Function, callback: Callback, model: Model) -> None:
-    """Rank 0 writes, all refuse what ModelCheckpoint refuses."""
+    """Rank 0 writes, all refuse what ModelCheckpoint refuses, and what is not in a model's memory."""
+    for check in before_exporting:
+        check(model, "a checkpoint of Orbax")
     strategy = strategy_of(model)
     if strategy is not None and strategy.rank > 0:  # it reads what rank 0 saves, which may take all ranks
         callback.checkpointer.close()

@@ -101,13 +101,14 @@ def _let_others_in(strategy: BaseStrategy, between_steps: bool) -> None:
 def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
     extended, model = strategy.extended, callbacks.model
     position, runtime = extended.training, extended.runtime
-    python_data.check(position.iterator)
-    logger.info("tfps: this worker joins a job under way, and waits until the others let it take part")
-    with extended.exchange.joining.trying_out():
-        one_step = strategy.experimental_distribute_dataset(_one_batch(distributed_dataset(position.iterator)))
-        model.train_function(iter(one_step))
-        runtime.settle(runtime.wait_s)
-    others = extended.exchange.joining.take_part(position.training)
+    with _alone(strategy):
+        python_data.check(position.iterator)
+        logger.info("tfps: this worker joins a job under way, and waits until the others let it take part")
+        with extended.exchange.joining.trying_out():
+            one_step = strategy.experimental_distribute_dataset(_one_batch(distributed_dataset(position.iterator)))
+            model.train_function(iter(one_step))
+            runtime.settle(runtime.wait_s)
+        others = extended.exchange.joining.take_part(position.training)
     if others is None:
         logger.info("tfps: fit number %d of the job is over; this worker goes on to the next", position.training)
         _skip(strategy, callbacks)
@@ -143,6 +144,7 @@ def _alone(strategy: BaseStrategy) -> Iterator[None]:
         if strategy.extended.exchange.failure is not None:
             raise
         why = str(error) if isinstance(error, TfpsError) else in_a_line(error)
+        why = why.removeprefix("this worker cannot join the job under way: ")  # of `stages`
         refusal = JoinError(f"this worker cannot join the job under way, which goes on without it: {why}")
         strategy.extended.exchange.fail(refusal)
         raise refusal from error

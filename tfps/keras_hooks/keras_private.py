@@ -60,6 +60,7 @@ with _fitting():
     from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer as OrderedEnqueuer
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+    from keras.src.utils import summary_utils as summary_utils  # counts parameters (embeddings/counting.py)
 
     # What hooks replace attributes of.
     needs(nn_module, "conv")
@@ -215,6 +216,14 @@ def strategy_of_optimizer(optimizer: Optimizer) -> tf.distribute.Strategy:
 def decays(optimizer: Optimizer, variable: Variable) -> bool:
     """Whether the weight decay of `optimizer` applies to `variable`."""
     return bool(optimizer._use_weight_decay(variable))
+
+
+def with_exclusions(optimizer: Optimizer, other: Optimizer) -> Optimizer:
+    """`optimizer`, which now excludes from weight decay what `other` does: their configs lack that."""
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(other, name):
+            setattr(optimizer, name, getattr(other, name))
+    return optimizer
 
 
 def trained_variables(optimizer: Optimizer) -> list[Variable]:

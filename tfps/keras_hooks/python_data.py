@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 
-from tfps.errors import UnsupportedError
+from tfps.errors import JoinError
 from tfps.graph.patches import replaced
 from tfps.keras_hooks import random_numbers
 from tfps.keras_hooks.hooks import replaces
@@ -106,28 +106,28 @@ def check(epochs: Batches) -> None:
     """Refuses what a worker that joins could not read as the others do.
 
     Raises:
-        UnsupportedError: says what to do instead.
+        JoinError: says what to do instead.
     """
     if epochs is None:
-        raise UnsupportedError("a worker can join a job under way in model.fit only")
+        raise JoinError("a worker can join a job under way in model.fit only")
     adapter = py_dataset_adapter(epochs)
     in_python = adapter is not None or generator_adapter(epochs) is not None
     if not (in_python or of_tf_data(epochs)) or not hasattr(distributed_dataset(epochs), "opened"):
-        raise UnsupportedError(
+        raise JoinError(
             "a worker can join a job under way where it can make the batches of the others: give fit arrays, a "
             "tf.data.Dataset, a PyDataset or a generator"
         )
     if adapter is not None and adapter.enqueuer is None:
         return
     if in_python and distributed_dataset(epochs).opened:
-        raise UnsupportedError(
+        raise JoinError(
             "a worker can join a job under way if Keras reads no batches of a generator, or of a PyDataset with "
             "workers, before training, but it does if other sizes than the first are unknown, and for ragged and "
             "sparse batches; use a PyDataset with workers=1 or a tf.data.Dataset"
         )
     length = None if adapter is None else adapter.num_batches
     if length is not None and (epochs.steps_per_epoch or length) < length:
-        raise UnsupportedError(
+        raise JoinError(
             f"a worker cannot join where a PyDataset with workers has more batches ({length}) than steps_per_epoch="
             f"{epochs.steps_per_epoch}: Keras' order in the next epoch depends on how far its workers were; use "
             "workers=1, or leave out steps_per_epoch"
@@ -138,13 +138,13 @@ def check_generators(fit: Function, model: Model, args: Sequence[Argument], opti
     """Refuses arguments of `fit` of which a worker that joins has another state than the others.
 
     Raises:
-        UnsupportedError: says what to do instead.
+        JoinError: says what to do instead.
     """
     given = inspect.signature(fit).bind(model, *args, **options).arguments
     data, validation = given.get("x"), given.get("validation_data")
     if isinstance(data, types.GeneratorType) or (isinstance(data, keras.utils.PyDataset) and _hooks_of(data)):
         if id(data) in _passed:
-            raise UnsupportedError(
+            raise JoinError(
                 "a worker cannot join a training whose generator, or PyDataset with on_epoch_end, was used in a "
                 "training before, as it does not know how far the others are with it; make one for each call of fit"
             )
@@ -152,7 +152,7 @@ def check_generators(fit: Function, model: Model, args: Sequence[Argument], opti
     if isinstance(validation, (tuple, list)) and validation:
         validation = validation[0]
     if isinstance(validation, types.GeneratorType):
-        raise UnsupportedError(
+        raise JoinError(
             "a worker cannot join a training whose validation_data is a generator: it would evaluate other batches "
             "than the others; give arrays, a tf.data.Dataset or a PyDataset"
         )
@@ -168,14 +168,14 @@ def _hooks_of(data: Batches) -> list[str]:
 
 def _check_validation(validation: Batches, steps: int | None) -> None:
     if hooks := _hooks_of(validation):
-        raise UnsupportedError(
+        raise JoinError(
             f"a worker cannot join a training whose validation_data is a PyDataset with {hooks[0]}, which it has "
             "missed: it would evaluate other batches than the others; give one that is the same in each epoch"
         )
     length, workers = validation.num_batches, validation.workers
     parallel = workers > 1 or (workers > 0 and validation.use_multiprocessing)
     if parallel and (length is None or (steps is not None and steps < length)):
-        raise UnsupportedError(
+        raise JoinError(
             "a worker cannot join a training whose validation_data is a PyDataset with workers that validation_steps "
             "does not read to its end: it would evaluate other batches than the others; use workers=1"
         )

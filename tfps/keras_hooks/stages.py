@@ -17,7 +17,7 @@ from tfps.collectives import Broadcast
 from tfps.errors import JoinError
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.tf_private import values
-from tfps.keras_hooks.training_state import in_json
+from tfps.keras_hooks.training_state import from_json, in_json
 from tfps.types import Json, Model
 
 _LINE = "stage "
@@ -38,14 +38,21 @@ def result_of(strategy: BaseStrategy, stage: str) -> Json:
     """What the others have left as the result of a stage; waits until they have ended it.
 
     Raises:
-        JoinError: they have not within `Config.rejoin_timeout_s`.
+        JoinError: they have not within `Config.rejoin_timeout_s`, or have gone on without a result.
     """
     begin, limit_s = f"{_LINE}{stage}: ", strategy.config.rejoin_timeout_s
+    training, joining = strategy.extended.training.training, strategy.extended.exchange.joining
     deadline_s = time.monotonic() + limit_s
     while True:
-        for line in strategy.extended.exchange.joining.lines():
+        others_in = joining.begun(training)  # asked first: they leave the line before they go on
+        for line in joining.lines():
             if line.startswith(begin):
-                return json.loads(line.removeprefix(begin))
+                return from_json(json.loads(line.removeprefix(begin)))
+        if others_in > training:
+            raise JoinError(
+                f"this worker cannot join the job under way: the others have gone on from {stage} of the program "
+                "without a result, as after Ctrl-C or another exception that the program catches"
+            )
         if time.monotonic() > deadline_s:
             raise JoinError(
                 f"this worker cannot join the job under way: the others have not come to the end of {stage} of the "

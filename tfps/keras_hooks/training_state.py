@@ -28,6 +28,7 @@ from tfps.graph.patches import BaseStrategy
 from tfps.graph.tf_private import values
 from tfps.keras_hooks import python_data, random_numbers
 from tfps.keras_hooks.captured import Captured
+from tfps.keras_hooks.kept_rows import KeptRows
 from tfps.keras_hooks.keras_private import (
     continues,
     distributed_dataset,
@@ -41,6 +42,7 @@ from tfps.keras_hooks.variables import ACCUMULATOR, fingerprint
 from tfps.types import Argument, Array, Callback, Json, Model, Optimizer, Variable
 
 _PLAIN, _SETTINGS = "plain", "settings"
+_ARRAY = "tfps array"  # key of what stands for an array in JSON
 _SMALL = 1024  # items of a variable that may be a setting of the next steps
 
 
@@ -91,7 +93,6 @@ class TrainingState:
                 self._apart.append(variable)
             elif isinstance(variable, (values.MirroredVariable, Captured)) or id(variable) in own:
                 self._found[number] = variable
-        self._created = len(strategy.extended.initial_values.agreed)
         self._traced = {number: each.numpy() for number, each in self._found.items() if isinstance(each, Captured)}
 
     @property
@@ -304,12 +305,23 @@ def _plain(value: Argument) -> bool:
 
 
 def in_json(value: Argument) -> Argument:
-    """`value`, which JSON can say, with numbers of Python in the place of NumPy's."""
+    """`value`, which JSON can say, with numbers of Python in the place of NumPy's; see `from_json` for small arrays."""
     if isinstance(value, dict):
         return {key: in_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [in_json(each) for each in value]
+    if isinstance(value, np.ndarray) and value.size <= _SMALL and value.dtype.kind in "biuf":  # as of F1Score
+        return {_ARRAY: value.tolist(), "dtype": value.dtype.name}
     return value.item() if isinstance(value, np.generic) else value
+
+
+def from_json(value: Argument) -> Argument:
+    """The reverse of `in_json`, with lists for tuples."""
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            return np.array(value[_ARRAY], value["dtype"])
+        return {key: from_json(each) for key, each in value.items()}
+    return [from_json(each) for each in value] if isinstance(value, list) else value
 
 
 def found_by(key: str, callback: Callback, arrays: dict[str, Array]) -> Json:
@@ -323,22 +335,27 @@ def found_by(key: str, callback: Callback, arrays: dict[str, Array]) -> Json:
     changed = {name: each for name, each in _plain_of(callback).items() if name not in begun or begun[name] != each}
     if not _of_keras(callback):
         return {"anew": bool(changed) and not type(callback).__module__.startswith("tfps.")}
-    lists = {}
+    lists: dict[str, int] = {}
+    kept: dict[str, Json] = {}
     for name, value in vars(callback).items():
         if isinstance(value, (list, tuple)) and value and all(isinstance(each, np.ndarray) for each in value):
             lists[name] = len(value)
             arrays |= {f"{key}/{name}/{number}": each for number, each in enumerate(value)}
-    return {"changed": changed, "lists": lists}
+            kept |= {f"{name}/{place}": each.said for place, each in enumerate(value) if isinstance(each, KeptRows)}
+    return {"changed": changed, "lists": lists, "kept": kept}
 
 
 def set_found(key: str, callback: Callback, found: Json, snapshot: Snapshot) -> bool:
     """Gives `callback` what another rank's has found; returns False if it begins anew in spite of that."""
     if "state" in found:
-        callback.set_state(found["state"])
+        callback.set_state(from_json(found["state"]))
     for name, value in found.get("changed", {}).items():
-        setattr(callback, name, value)
+        setattr(callback, name, from_json(value))
     for name, count in found.get("lists", {}).items():
-        setattr(callback, name, [snapshot.arrays[f"{key}/{name}/{number}"] for number in range(count)])
+        values = [snapshot.arrays[f"{key}/{name}/{number}"] for number in range(count)]
+        said = [found["kept"].get(f"{name}/{number}") for number in range(count)]
+        values = [KeptRows.of(each, of) if of else each for each, of in zip(values, said, strict=True)]
+        setattr(callback, name, values)
     if isinstance(callback, keras.callbacks.CSVLogger) and callback.csv_file is not None:
         callback.csv_file.seek(0, os.SEEK_END)  # the others have written lines since it was opened
     return not found.get("anew", False)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from tfps import __version__
 from tfps.config import check_address
-from tfps.errors import ConfigError
-from tfps.launch.job import LOOPBACK, READY, START_S, Host, Job, Placement, Task, parse_hosts, secret_file
+from tfps.errors import REFUSED, ConfigError, JoinError
+from tfps.launch.job import LOOPBACK, READY, START_S, TOLD, Host, Job, Placement, Task, parse_hosts, secret_file
 
 if TYPE_CHECKING:
     from tfps.launch.engine import Engine
@@ -317,6 +317,8 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         job = Job(plan.join[0], None, plan.join[1], token_file)
 
     addresses: dict[int, str] = {}
+    job_is: dict[int, str] = {}  # what each pserver that runs has said last of the job: see TOLD
+    apart = set[int]()  # ranks that were started again and do not take part yet
     logging_in: dict[str, list[Process]] = {}
 
     def start(
@@ -332,6 +334,11 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         def on_line(line: str) -> None:
             if ready := READY.fullmatch(line):
                 addresses[index] = engine.reached_at(host, ready["address"])
+            if said := TOLD.fullmatch(line):
+                if said["job"]:
+                    job_is[index] = said["job"]
+                else:
+                    apart.discard(int(said["worker"]))
 
         metrics_port = plan.metrics_port and plan.metrics_port + index
         port = int(addresses[index].rpartition(":")[2]) if index in addresses else 0  # it is started again
@@ -339,7 +346,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         if plan.max_workers is not None:  # who has joined from elsewhere may need a moment more than workers here
             arguments += ["--linger", f"{max(plan.grace_s - 1, 0):g}"]
         # What becomes of the job its workers and the launcher say.
-        argv = (sys.executable, "-m", "tfps.pserver.cli", *arguments, "--quiet")
+        argv = (sys.executable, "-m", "tfps.pserver.cli", *arguments, "--quiet", "--tell")
         return start(host, Task(f"pserver {index}", argv, job.pserver_variables(), _PSERVER_COLOUR), on_line=on_line)
 
     def start_worker(rank: int, host: str) -> Process:
@@ -350,6 +357,13 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         task = Task(f"worker {rank}", argv, variables, colour, place.local_rank(rank))
         # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
         return start(host, task, terminal=rank == 0 and not engine.is_remote)
+
+    def why_refused(process: Process) -> str:
+        """What a worker has said that could not join the others; "": it is none."""
+        if process.code != REFUSED:
+            return ""
+        said = (line.partition(f"{JoinError.__name__}: ")[2] for line in reversed(process.tail))
+        return f": {next(filter(None, said), 'it cannot join the others')}; started again, it would be refused again"
 
     def explain(process: Process) -> str:
         """In brackets, what its host needs; "" if the process ran."""
@@ -378,6 +392,8 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     for line in [started, *how_to_join(plan, place, job), *hints(plan, place)]:
         supervisor.say(line)
     workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
+    first_workers = list(workers)
+    begun = False  # whether the job has, as a pserver has said
     failed: list[Process] = []
     waiting: list[Process] = []  # that are to start again
     lost: list[Process] = []  # that have failed and did not end the job
@@ -390,24 +406,46 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
             restarts[name] -= 1
             waiting.append(process)
             then = f"it starts again (restarts left: {restarts[name]})"
-        supervisor.say(f"{process.command.title} {process.describe_end()}{explain(process)}; {then}")
+        end = f"{process.describe_end()}{why_refused(process)}{explain(process)}"
+        supervisor.say(f"{process.command.title} {end}; {then}")
         lost.append(process)
 
+    def was_last(worker: Process) -> bool:
+        """Whether the job is over with a worker that has failed: one that is started again would begin it anew."""
+        if not begun:
+            return all(each.ended for each in first_workers)
+        if said := set(job_is.values()):
+            return "fails" in said and "begins" not in said
+        return (worker.code or 0) > 0 and not explain(worker)  # else it may have been lost with all pservers, by itself
+
+    def too_late() -> list[Process]:
+        """Who would wait for a job that has ended: all others have ended."""
+        running = {rank: worker for rank, worker in enumerate(workers) if not worker.ended}
+        said = set(job_is.values())
+        over = "ends" in said and "begins" not in said and apart.issuperset(running)
+        return list(running.values()) if over else []
+
     def is_over() -> bool:
+        nonlocal begun
+        begun = begun or bool(job_is)
         failed[:] = [process for process in workers if process.ended and process.code != 0]
+        new = [process for process in failed if process not in lost]
+        for process in filter(why_refused, new):
+            restarts[process.command.name] = 0
         for_good = sum(restarts[process.command.name] == 0 for process in failed)
         needed = plan.min_workers if plan.join is None else 1  # others of the job are not known here
         if needed is not None and len(workers) - for_good >= needed:
             going = sum(not each.ended for each in workers)
-            for process in (each for each in failed if each not in lost):
-                may_join = not any(worker.code == 0 for worker in workers)
+            may_join = "ends" not in job_is.values() and not any(worker.code == 0 for worker in workers)
+            failed[:] = filter(was_last, new) if may_join else []
+            for process in () if failed else new:
                 lose(process, may_join, f"{going} worker{' goes' if going == 1 else 's go'} on")
-            failed.clear()
         others = sum(not each.ended for each in pservers)
-        for pserver in (each for each in pservers if each.ended and each not in lost):
+        for index, pserver in ((at, each) for at, each in enumerate(pservers) if each.ended and each not in lost):
             if plan.min_workers is None or not (others or restarts[pserver.command.name]):
                 failed.append(pserver)
             else:
+                job_is.pop(index, None)
                 lose(pserver, True, f"workers go on with {others} other{'s' * (others > 1)}")
         return bool(failed) or all(worker.ended for worker in workers)
 
@@ -415,7 +453,11 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     if late := [worker for worker in workers if not (worker.answered or worker.ended or failed)]:
         return not_ready(late)
     while True:
-        supervisor.wait(lambda: is_over() or bool(waiting))
+        supervisor.wait(lambda: is_over() or bool(waiting or too_late()))
+        for worker in () if failed else too_late():
+            supervisor.say(f"{worker.command.title} came too late: the job has ended")
+            lost.append(worker)
+            supervisor.end([worker])
         if not waiting:
             break
         for index, pserver in enumerate(pservers):
@@ -425,6 +467,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
         for rank, worker in enumerate(workers):
             if worker in waiting:
                 workers[rank] = start_worker(rank, place.workers[rank])
+                apart.add(rank)
         waiting.clear()
     if not failed:
         well = sum(worker.code == 0 for worker in workers)
@@ -435,7 +478,8 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
     # Lets the others report what they saw (a stack, whom they waited for) before they are ended.
     supervisor.wait(lambda: all(worker.ended for worker in workers), plan.grace_s)
     too_early = " while workers were still running" if first.code == 0 else ""
-    end = f"{first.command.title} {first.describe_end()}{explain(first)}{too_early}; all others were ended"
+    anew = "; the job is over, and is not begun anew" if plan.restart else ""
+    end = f"{first.command.title} {first.describe_end()}{explain(first)}{too_early}{anew}; all others were ended"
     return exit_code(first.code or 1), end
 
 
@@ -493,7 +537,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         given = dict(each.split("=", 1) for each in plan.variables if "=" in each)
         shown = wants_notes({**os.environ, **given}.get(LOG_LEVEL))
-        console = Console(sys.stdout, sys.stderr, log, *([] if shown else [NOTE.match]))
+        hidden = [TOLD.fullmatch, *([] if shown else [NOTE.match])]
+        console = Console(sys.stdout, sys.stderr, log, lambda line: any(each(line) for each in hidden))
         supervisor = Supervisor(console, plan.grace_s)
         try:
             token_file = plan.token_file or os.environ.get("TFPS_TOKEN_FILE", "").strip()

@@ -22,6 +22,8 @@ from tfps.errors import ConfigError
 
 START_S = 60.0  # a pserver needs less than a second; a busy machine or slow disks may take more
 READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")  # what it prints then
+# And with --tell what becomes of a job; "moves": to other pservers.
+TOLD = re.compile(r"tfps_pserver: (job (?P<job>begins|ends|fails|moves)|worker (?P<worker>\d+) takes part)")
 HASHES_ALIKE = {"PYTHONHASHSEED": "0"}  # by default: a set of words has one order on all ranks, not one in each process
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from string import Template
 
-from tfps.errors import ConfigError
+from tfps.errors import REFUSED, ConfigError
 from tfps.launch.job import HASHES_ALIKE, Job
 from tfps.types import Json
 
@@ -397,10 +397,12 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
     # restart. As many as the others can do without may fail for good.
     spare = 0 if job.min_workers is None else job.workers - job.min_workers
     failures = f"backoffLimitPerIndex: {job.restarts}\nmaxFailedIndexes: {spare}" if of_job else "backoffLimit: 0"
+    rules: dict[str, Json] = {
+        "disrupted": "Ignore" if of_job else "FailJob",
+        "refused": [REFUSED] if of_job and elastic else [],
+    }
     jobs = {
-        name: _filled(
-            "indexed_job", count=count, pod=pod, failures=failures, disrupted="Ignore" if of_job else "FailJob"
-        )
+        name: _filled("indexed_job", count=count, pod=pod, failures=failures, **rules)
         for name, count, pod in (("pserver_job", job.pservers, pserver), ("worker_job", job.workers, worker))
     }
     return {

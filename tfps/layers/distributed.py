@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfps.embeddings.variable import update_spec
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
+from tfps.keras_hooks.keras_private import with_exclusions
 from tfps.layers.distributed_configs import FeatureConfig, TableConfig, own_configs
 from tfps.layers.embedding import Embedding
 from tfps.strategy.patches import install_all
@@ -308,7 +309,7 @@ def _copied(given: Argument) -> Optimizer | None:
     found = keras.optimizers.get(given)
     if found is None or found is not given:
         return found
-    return type(found).from_config(found.get_config())
+    return with_exclusions(type(found).from_config(found.get_config()), found)
 
 
 def _flat(ids: Value) -> tf.Tensor:

@@ -16,7 +16,15 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tfps.errors import ConnectError, MismatchError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
+from tfps.errors import (
+    ConnectError,
+    JoinError,
+    MismatchError,
+    PserverLostError,
+    TfpsError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
 from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Resumed, State
 from tfps.membership.view import View
 
@@ -165,6 +173,16 @@ class Roster:
         """Ranks that have left or died, and without which the others cannot go on."""
         return [rank for rank in self.view.ranks if rank in self.members and self.members[rank].state is State.DEPARTED]
 
+    def too_late(self) -> list[int]:
+        """Ranks of joining workers that nobody can let in: all who took part are gone."""
+        here = [rank for rank, member in self.members.items() if member.state is not State.DEPARTED]
+        return [] if not self.takes_joiners or set(here) & set(self.view.ranks) else here
+
+    def on_trial(self) -> set[int]:
+        """Ranks that the others have let in and that have not taken a step yet: what they do wrong ends them alone."""
+        here = {rank for rank, member in self.members.items() if member.trial_until_s is not None}
+        return here.intersection(self.view.ranks)
+
     # Changes
 
     def goes_on(self, fewer: int = 0) -> bool:
@@ -177,6 +195,7 @@ class Roster:
             return None
         if rank not in self.view.ranks:
             del self.members[rank]
+            self.changes.append(f"view {self.view.generation}: {member}, which has not taken part yet, {why}")
             return self.view, [
                 Log(f"has lost a joining worker: {member} {why}"),
                 Forget(rank, WorkerLostError(f"this joining worker {why}")),
@@ -186,7 +205,10 @@ class Roster:
         if not self.goes_on(1):
             return None
         loss = self._remove(rank, how, why)
-        forget = Forget(rank, WorkerLostError(f"the other workers went on without this one: {loss.why}"))
+        error: TfpsError = WorkerLostError(f"the other workers went on without this one: {loss.why}")
+        if member.trial_until_s is not None and how is not How.SUSPECTED:
+            error = JoinError(f"this worker cannot join the job under way, which goes on without it: {loss.why}")
+        forget = Forget(rank, error)
         if not self.begun:
             self.view = View.first(self.started, len(self.view.pservers), self.view.workers)
             return self.view, [forget, Log(f"has not begun: {loss.why}; another worker may join in its place")]
@@ -207,8 +229,8 @@ class Roster:
         self.view = self.view.next(left=[rank])
         return self.view, [Notify(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
 
-    def admit(self, joiners: Collection[int]) -> Change:
-        """Those of `joiners` that are there take part from now on."""
+    def admit(self, joiners: Collection[int], trial_until_s: float) -> Change:
+        """Those of `joiners` that are there take part from now on, on trial until they take a step."""
         before, here = self.view.ranks, [r for r in sorted(joiners) if self._streams(r)]
         if here:
             self.view = self.view.next(joined=here)
@@ -216,6 +238,7 @@ class Roster:
         for rank in here:
             self.lost.pop(rank, None)
             self.joined += 1
+            self.members[rank].trial_until_s = trial_until_s
             self.changes.append(f"view {self.view.generation}: {self.members[rank]} has joined")
             effects.append(Log(f"goes on with {len(self.view.ranks)} workers: {self.members[rank]} takes part"))
         return self.view, [*effects, NotifyAdmitted(before, self.view.ranks)]

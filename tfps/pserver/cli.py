@@ -82,6 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "at SIGTERM, wait up to so many seconds for workers that are still there (default %(default)g)"
     add("--linger", type=float, default=0.0, metavar="SECONDS", help=text)
     add("--quiet", action="store_true", help="log warnings only, not which jobs begin, end and fail")
+    add(
+        "--tell",
+        action="store_true",
+        help="say on standard output when a job begins, ends or fails, and who joins: for what starts a pserver",
+    )
     add("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
     add("--json", action="store_true", help="with --status: print the status once, as JSON")
     options = parser.parse_args(arguments)
@@ -155,6 +160,7 @@ def _run(options: argparse.Namespace, security: Security, stop: Flag) -> None:
         data_port=options.data_port,
         security=security,
         max_memory=None if options.max_memory is None else int(options.max_memory * 2**30),
+        on_job=_tell if options.tell else lambda what: None,
     )
     _say_who_may_come(options.host, host, security)
     metrics = None
@@ -180,6 +186,10 @@ def _run(options: argparse.Namespace, security: Security, stop: Flag) -> None:
         server.stop()
     if metrics is not None:
         metrics.stop()
+
+
+def _tell(what: str) -> None:
+    print(f"tfps_pserver: {what}", flush=True)
 
 
 def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:

@@ -220,7 +220,7 @@ def table(look: Look) -> RenderableType:
     lines: list[RenderableType] = [Text(line, no_wrap=True) for line in (process, work)]
     if status.state == "running" and (new := [str(member.rank) for member in status.members if not member.step]):
         lines.append(Text(f"rank {', '.join(new)}: no step yet, the first one is being built", no_wrap=True))
-    if status.generation > 1:
+    if status.generation > 1 or status.changes:
         view = f"view {status.generation}: {len(status.present)} of {status.workers} workers take part; latest changes:"
         lines += [Text(line, style="yellow", no_wrap=True) for line in (view, *status.changes[-_CHANGES:])]
     if status.reason:

@@ -80,12 +80,15 @@ class Declarations:
             declaration = self.all[number]
             if rank in declaration.lines:
                 raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
-            declaration.lines[rank], declaration.specs, declaration.steps = lines, specs, steps
-            declaration.for_joiners = () if specs else tuple(details)
-            if declaration.lines.keys() >= set(members.view.ranks):
-                if (difference := first_difference(declaration.lines, members.describe)) is not None:
-                    self._state.fail(MismatchError(difference))
-                self._state.changed.notify_all()
+            if not declaration.lines or rank not in members.on_trial():  # whose may differ
+                declaration.specs, declaration.steps = specs, steps
+                declaration.for_joiners = () if specs else tuple(details)
+            declaration.lines[rank] = lines
+            refused = self._compare(declaration) if declaration.lines.keys() >= set(members.view.ranks) else {}
+            self._state.changed.notify_all()
+        for other, why in refused.items():
+            self._elastic.lose(other, why)
+        with self._state.changed:
             # Whichever thread sees the last rank's declaration decides for all.
             self._state.changed.wait_for(lambda: self._decided(rank, declaration), timeout_s)
             self._state.raise_failure()
@@ -103,6 +106,20 @@ class Declarations:
             names = ", ".join(map(members.describe, late or members.not_streaming()))
             raise WaitTimeoutError(f"not {what}: {names} ({EVERY_RANK if number else 'is it started? see its log'})")
 
+    def _compare(self, declaration: Declaration) -> dict[int, str]:
+        """Fails the job if what ranks have declared differs; who is on trial is taken out instead: returns why."""
+        lines, describe, trial = declaration.lines, self._state.roster.describe, self._state.roster.on_trial()
+        others = {rank: each for rank, each in lines.items() if rank not in trial} or dict(lines)
+        if (difference := first_difference(others, describe)) is not None:
+            self._state.fail(MismatchError(difference))
+        refused = {}
+        for rank in lines.keys() - others.keys():
+            if (difference := first_difference({**others, rank: lines[rank]}, describe)) is not None:
+                refused[rank] = f"differs from the others: {difference}"
+        for rank in refused:
+            del lines[rank]
+        return refused
+
     def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._state.failure is not None or declaration.agreed:
             return True
@@ -112,6 +129,8 @@ class Declarations:
         if not declaration.lines.keys() >= set(self._state.roster.view.ranks) or self._state.roster.not_streaming():
             return False
         self._state.shard.add(declaration.specs, declaration.steps)
+        if not self._state.roster.takes_joiners:
+            self._state.tell("job begins")
         declaration.agreed = self._state.roster.begun = self._state.roster.takes_joiners = True
         self._state.roster.restored = self._is_restored
         declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
@@ -137,10 +156,15 @@ class Declarations:
         """The ranks that have not joined, or not declared what others have."""
         with self._state.changed:
             self._state.raise_failure()
+            return [self._state.roster.describe(rank) for rank in self.late()]
+
+    def late(self) -> list[int]:
+        """As `undeclared`."""
+        with self._state.changed:
             ranks = set(self._state.roster.not_streaming())
             if self.all and not (last := self.all[-1]).agreed:
                 ranks.update(rank for rank in self._state.roster.view.ranks if rank not in last.lines)
-            return [self._state.roster.describe(rank) for rank in sorted(ranks)]
+            return sorted(ranks)
 
     def tune(self, layout: Layout) -> None:
         """Cuts buckets anew, from the steps in `layout` on, and tells all workers."""

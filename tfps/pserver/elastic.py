@@ -22,6 +22,7 @@ from tfps.wire import frames
 from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import SILENT_S, SendQueue
 
+_HELD = 0.1  # of the time for a step, which workers who join may hold the others
 _NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too long, also on a busy machine
 _STEPS = {How.LOST: 0, How.SUSPECTED: frames.SUSPECTED, How.ENDED: frames.ENDED}  # of frames
 
@@ -31,6 +32,7 @@ class Admission:
     """Joining workers that are about to take part, and the ranks that have agreed."""
 
     joiners: frozenset[int]
+    trial_s: float  # in which they must take their first step, once others wait for them
     called: set[int] = field(default_factory=set)
     before: Sequence[int] = ()  # who took part until it was over
     present: Sequence[int] = ()  # and from then on
@@ -95,7 +97,7 @@ class Elastic:
         state, members = self._state, self._state.roster
         with state.changed:
             state.raise_failure()
-            admission = self.admission = self.admission or Admission(frozenset(joiners))
+            admission = self.admission = self.admission or Admission(frozenset(joiners), _HELD * timeout_s)
             if admission.joiners != frozenset(joiners):
                 raise ProtocolError(
                     f"all ranks must admit the same joining workers, got {sorted(joiners)} from rank {rank}, others "
@@ -115,12 +117,14 @@ class Elastic:
         if admission.over or not admission.called >= set(self._state.roster.view.ranks):
             return admission.over
         admission.before = self._state.roster.view.ranks
-        view, effects = self._state.roster.admit(admission.joiners)
+        view, effects = self._state.roster.admit(admission.joiners, time.monotonic() + admission.trial_s)
         if view.ranks != admission.before:
             self._state.shard.set_view(view)
             for _, item in self._state.shard.slices():
                 item.change_view(view)  # nothing is under way
         admission.present = view.ranks
+        for rank in sorted(set(view.ranks).difference(admission.before)):
+            self._state.tell(f"worker {rank} takes part")
         self._execute(effects)
         admission.over, self.admission = True, None
         self._state.changed.notify_all()
@@ -166,6 +170,27 @@ class Elastic:
             self._state.shard.bound.quiesce(rank, departed=True)
             self._change_view()
         return True
+
+    def lose_on_trial(self, rank: int, why: str) -> bool:
+        """As `lose`, if `rank` is on trial."""
+        with self._state.changed:
+            on_trial = rank in self._state.roster.on_trial()
+        return on_trial and self.lose(rank, why)
+
+    def lose_overdue(self, undeclared: Collection[int]) -> None:
+        """Loses those on trial for which others wait after their time, such as the `undeclared`."""
+        state, now_s = self._state, time.monotonic()
+        with state.changed:
+            members = state.roster.members
+            overdue = {each for each in state.roster.on_trial() if now_s > (members[each].trial_until_s or now_s)}
+            if overdue:
+                overdue &= {*undeclared, *(rank for _, item in state.shard.slices() for rank in item.missing())}
+        for rank in sorted(overdue):
+            self.lose(
+                rank,
+                "was let in, and has not come to its first step in time, for which the others wait: a tenth of "
+                "step_timeout_s (is it in a callback, or do its data take long to skip?)",
+            )
 
     def leave_view(self, rank: int) -> None:
         with self._state.changed:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from tfps.config import MAX_SLICE_BYTES, Config
 from tfps.errors import (
+    OF_JOB,
     ClosedError,
     ConnectError,
+    JoinError,
     MismatchError,
     ProtocolError,
     PserverLostError,
     TfpsError,
-    UnsupportedError,
     WorkerLostError,
 )
 from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, State
@@ -52,10 +53,21 @@ class Joined(NamedTuple):
 
 
 class Job:
-    """All a pserver knows of one job; any thread. A failure ends it for all members: calls raise it from then on."""
+    """All a pserver knows of one job; any thread. A failure ends it for all members: calls raise it from then on.
 
-    def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
-        self._state = state = JobState(view, name, recorder, errors, max_memory)
+    `notify`: see `on_job` of `ParameterServer`.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        name: str,
+        recorder: Recorder,
+        errors: ErrorCounts,
+        max_memory: int = 2**63,
+        tell: Callable[[str], object] = lambda what: None,
+    ) -> None:
+        self._state = state = JobState(view, name, recorder, errors, max_memory, tell)
         self.recording = state.recording
         self.counters = Counters(lambda: state.roster.view)
         self.rounds = Rounds(state)
@@ -105,8 +117,8 @@ class Job:
         state, roster = self._state, self._state.roster
         with state.changed:
             joins = roster.takes_joiners and config.elastic and applicant.rank in (None, *roster.lost)
-            if joins and not config.takes_joiners:
-                raise UnsupportedError(
+            if joins and not config.steps_together:
+                raise JoinError(
                     f"a worker can join a job under way with mode='sync' only, got mode={config.mode!r}; the others go "
                     "on without it"
                 )
@@ -117,7 +129,7 @@ class Job:
                 state.shard = Shard(config, view, index, state.recorder, state.max_memory, state.tell_set)
                 if config.elastic and not self._beats:
                     self._beats = True
-                    Heartbeat("tfps-heartbeat", self.elastic.beat)
+                    Heartbeat("tfps-heartbeat", self._beat)
                 state.log(f"begins: {member} is the first of {roster.started} workers")
             if member.state is State.JOINED and not member.streams:  # else a repeated call: streams use its queue
                 state.memory.pop(member.rank, None)
@@ -137,6 +149,10 @@ class Job:
                 state.log(f"has a joining worker: {member} may take part at the next step boundary")
             view = roster.view
             return Joined(member.rank, member.rank in state.memory, pending, view.ranks, view.generation)
+
+    def _beat(self, late: bool) -> bool:
+        self.elastic.lose_overdue(self.declarations.late())
+        return self.elastic.beat(late)
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""
@@ -181,6 +197,8 @@ class Job:
             member = roster.members.get(rank)
             if member is None or member.state is State.DEPARTED:
                 return
+            if isinstance(failure, JoinError):
+                state.errors.add("Join", failure)  # as if it had been refused at once
             if rank not in roster.view.ranks:
                 self.elastic.lose(rank, f"has left: {reason or failure or 'it did not say why'}")
                 return
@@ -188,9 +206,11 @@ class Job:
             if isinstance(failure, PserverLostError) and state.shard.config.outlives_pservers:
                 state.fail(failure)  # all workers go on with other pservers
                 return
-            if not isinstance(failure, (MismatchError, ProtocolError)) and self.elastic.lose(
-                rank, f"failed: {failure}"
-            ):
+            text = str(failure)
+            why = text.removeprefix(f"{member} ") if text.startswith(f"{member} failed") else f"failed: {text}"
+            if self.elastic.lose_on_trial(rank, why):
+                return
+            if not isinstance(failure, OF_JOB) and self.elastic.lose(rank, why):
                 return
             state.fail(failure)  # first, as above
         elif reason and self.elastic.lose(rank, f"left at step {member.step}: it ended with {reason}"):
@@ -198,8 +218,13 @@ class Job:
         with state.changed:
             member.reason = reason
             self._go(member)
+            come_too_late = roster.too_late()
+        for each in come_too_late:
+            self.elastic.lose(each, f"came too late: {member}, the last of the job, has left")
+        with state.changed:
             if state.failure is None and roster.over:
                 state.log("has ended: all its workers have left")
+                state.tell("job fails" if reason else "job ends")
                 self.moving.remove_snapshots()
             state.changed.notify_all()
             if ended := state.recording.departed(rank):
@@ -294,14 +319,21 @@ class Session:
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
         self._arrived(payload)
         if self._job.elastic.is_current(self.rank, self.queue):
-            self._job.rounds.push(self.rank, header, payload, place)
+            self._take(self._job.rounds.push, header, payload, place)
 
     def control(self, header: Header, payload: memoryview) -> None:
         self._arrived(payload)
         if header.kind != Kind.SCALARS:
             raise not_expected(header, Kind.PUSH)
         if self._job.elastic.is_current(self.rank, self.queue):
-            self._job.rounds.take_scalars(self.rank, header, payload)
+            self._take(self._job.rounds.take_scalars, header, payload)
+
+    def _take(self, take: Callable[..., object], *frame: object) -> None:
+        try:
+            take(self.rank, *frame)
+        except MismatchError as error:
+            if not self._job.elastic.lose_on_trial(self.rank, f"differs from the others: {error}"):
+                self._job.fail(error)
 
     def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
         """Takes the pushes that `receive` brings, to the end."""
@@ -323,7 +355,8 @@ class Session:
             return self._failed(when, error, logged=False)
         else:
             failure = self._failed(when, error)
-        self._job.fail(failure)
+        if not self._job.elastic.lose_on_trial(self.rank, f"failed: {failure}"):
+            self._job.fail(failure)
         return failure
 
     def ended(self) -> None:

@@ -28,7 +28,10 @@ class Rounds:
         self._state = state
 
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
-        """Takes a PUSH and sends answers; keeps `payload`, unless the slice is in shared memory at `place`."""
+        """Takes a PUSH and sends answers; keeps `payload`, unless the slice is in shared memory at `place`.
+
+        MismatchError: the rank does not do the same as others.
+        """
         buckets = self._state.shard.buckets
         member = self._state.roster.members.get(rank)
         if self._state.failure is not None or member is None:
@@ -50,13 +53,11 @@ class Rounds:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
             target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
-        try:
-            answers, wait_ns = item.take(Push(rank, header, payload, target), bucket.next)
-        except MismatchError as error:
-            self._state.fail(error)
-            return
+        answers, wait_ns = item.take(Push(rank, header, payload, target), bucket.next)
         if not header.flags & LOOKUP:  # lookups may be prefetches
             member.step = max(member.step, header.step)
+            if not bucket.spec.occasional:
+                member.trial_until_s = None
         member.wait_s += wait_ns / 1e9 if header.step else 0  # not in the first step, before which graphs are built
         if answers:
             self._state.send(answers)
@@ -75,14 +76,14 @@ class Rounds:
                 queue.put_urgent(frame)
 
     def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
-        """Takes the SCALARS that come before the slices of a push."""
+        """Takes the SCALARS that come before the slices of a push. MismatchError: another rank has sent others."""
         if self._state.failure is not None or rank not in self._state.roster.members:
             return
         bucket = self.bucket(header.bucket)
         if bucket.scalars is None:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no update, got step scalars for one")
-        if error := bucket.scalars.take(rank, header.step, payload):
-            self._state.fail(error)
+        if (error := bucket.scalars.take(rank, header.step, payload)) is not None:
+            raise error
 
     @property
     def most_under_way(self) -> int:

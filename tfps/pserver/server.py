@@ -67,7 +67,10 @@ class ParameterServer:
     """Serves jobs of `workers` workers, one after another, from construction until `stop`.
 
     Port 0 picks a free one; with TLS there is no data port. `job`: the only name served. `max_memory`: bytes that jobs
-    may declare, by default the machine's. ConfigError: an argument, a port, or a file of `security` cannot be used.
+    may declare, by default the machine's. `on_job` is called with "job begins" when all workers have joined, with
+    "worker N takes part" when one has joined that came later, and with "job ends", "job fails" or "job moves" (to other
+    pservers) before any of them hears of that.
+    ConfigError: an argument, a port, or a file of `security` cannot be used.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class ParameterServer:
         security: Security = Security(),  # noqa: B008 (it is immutable)
         max_memory: int | None = None,
         recorder: Recorder | None = None,
+        on_job: Callable[[str], object] = lambda what: None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers must be at least 1, got {workers}")
@@ -93,7 +97,7 @@ class ParameterServer:
         credentials = server_credentials(security) if security.tls_cert else None
         tune_malloc()
         self.workers = workers
-        self._job_name = job
+        self._job_name, self._on_job = job, on_job
         self._recorder = recorder or Recorder()
         self._started_s = time.monotonic()
         self._measuring = Measuring(lambda: self._job.under_way, Rate(_MEASURED_PER_S, _MEASURED).take)
@@ -139,7 +143,8 @@ class ParameterServer:
         self._room = workers
 
     def _new_job(self) -> Job:
-        return Job(View.first(self.workers), self._job_name, self._recorder, self._errors, self._max_memory)
+        view = View.first(self.workers)
+        return Job(view, self._job_name, self._recorder, self._errors, self._max_memory, self._on_job)
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Fails the current job, if any, and stops the server. May be called again."""
@@ -473,7 +478,7 @@ def _save_rows(job: Job, request: pb.SaveRowsRequest) -> Fields:
     since = request.since if request.HasField("since") else None
     save = Save(request.bucket, request.step, request.folder, request.name, since, request.before, request.remove)
     with _held_table(job, request, meets=False) as item:
-        return _fields(item.save(save), "full")
+        return _fields(item.save(save, request.rank), "full")
 
 
 def _restore_rows(job: Job, request: pb.RestoreRowsRequest) -> Fields:

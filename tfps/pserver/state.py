@@ -33,8 +33,16 @@ _SHOWN = 1000  # characters of an error in the log
 class JobState:
     """Any thread. A failure ends the job for all members: calls raise it from then on."""
 
-    def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int) -> None:
-        self.recorder, self.errors, self.max_memory = recorder, errors, max_memory
+    def __init__(
+        self,
+        view: View,
+        name: str,
+        recorder: Recorder,
+        errors: ErrorCounts,
+        max_memory: int,
+        tell: Callable[[str], object],
+    ) -> None:
+        self.recorder, self.errors, self.max_memory, self.tell = recorder, errors, max_memory, tell
         self.recording = Recording(recorder)
         self.changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self.roster = Roster(view, name)
@@ -62,6 +70,7 @@ class JobState:
                 moves = self.shard.config.outlives_pservers and isinstance(error, PserverLostError)
                 what = "ends here, to go on with other pservers" if moves else f"has failed: {type(error).__name__}"
                 self.log(f"{what}: {error}")
+                self.tell("job moves" if moves else "job fails")
             self.shard.buckets = []
             self.changed.notify_all()
         self.recording.fail(error)

@@ -42,6 +42,7 @@ class TableSlice(OwnedSlice):
         self._codec, self._saved = codec, saved
         self._applied = threading.Condition(self.lock)  # notified when a step has been, and when nothing is held
         self._replacing: dict[str, set[int]] = {}  # who has come to replace rows, by what with
+        self._kept_at: dict[str, dict[int, int]] = {}  # the steps of each rank then, by name of what is kept
         self._restored: list[str] = []  # what has been put in place of rows, by its id
         self._restored_by: Counter[int] = Counter()  # by rank, how much of it
 
@@ -147,14 +148,27 @@ class TableSlice(OwnedSlice):
                 del self._replacing[what]
             return []
 
-    def save(self, request: Save) -> SavedRows:
-        """Writes this pserver's shard; the caller holds the table."""
+    def save(self, request: Save, rank: int) -> SavedRows:
+        """Writes this pserver's shard, or keeps it; the caller holds the table."""
+        if not request.folder and request.name and not self._may_keep(request, rank):
+            return SavedRows(self.table.step, 0, 0, full=False)
         try:
-            found = files.save(self.table, request, self.lock)
+            found = files.save(self.table, request, self.lock, rank)
         except OSError as error:
             raise ConfigError(f"{self.label} could not be written to {request.folder}: {error}") from error
-        self._saved[f"{Path(request.folder).name}/{request.name}"] = request.folder
+        if request.folder:
+            self._saved[f"{Path(request.folder).name}/{request.name}"] = request.folder
         return found
+
+    def _may_keep(self, request: Save, rank: int) -> bool:
+        """Whether what is kept under the name is what `rank` sees: where ranks step by themselves others may have gone
+        on since, but not this one.
+        """
+        with self.lock:
+            self.table.moments.forget(request.remove, rank)
+            self._kept_at = {name: steps for name, steps in self._kept_at.items() if self.table.moments.get(name)}
+            now = {each: self.rounds.steps_of(each) for each in self.rounds.view.ranks}
+            return self._kept_at.setdefault(request.name, now).get(rank, now[rank]) == now[rank]
 
     def load(self, request: Load, rank: int) -> SavedRows:
         """Replaces all rows, unless another rank has asked for the same; the caller holds the table."""
@@ -198,6 +212,8 @@ class TableSlice(OwnedSlice):
 
     def change_view(self, view: View, upcoming: Container[int] = ()) -> list[Answer]:
         with self.lock:
+            for rank in set(view.ranks) - set(self.rounds.view.ranks):
+                self._restored_by[rank] = len(self._restored)  # it has what the others have put here so far
             return self._frames(self.rounds.change_view(view))
 
     def released(self) -> list[Answer]:

@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemEr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tfps.errors import PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
+from tfps.errors import OF_JOB, JoinError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
 from tfps.launch.job import Job
 from tfps.ray.job import Recovery, default_sigterm, program, take_place
 from tfps.ray.pservers import Deadline, Pservers, failure, node
@@ -104,7 +104,8 @@ class Workers:
                     failures[rank] = error
                     ray.kill(self._actors[rank])  # the others learn that it is gone
                     restarts -= self._came_to_nothing(rank)
-                    again = recovery.starts_again(restarts, len(results))
+                    # Who was refused would be so again.
+                    again = recovery.starts_again(restarts, len(results)) and not _is(JoinError, error)
                     enough = again or recovery.goes_on_without(len(failures))
                     if end_s is not None or not enough or not _may_go_on(error, pservers):
                         end_s = end_s or time.monotonic() + _GRACE_S
@@ -152,7 +153,7 @@ class Workers:
                 f"min_workers={recovery.min_workers})"
             )
         text = f"rank {rank} of {recovery.workers} failed: {said}; all others were ended"
-        return PserverLostError(text) if _is_of_pserver(error) else WorkerLostError(text)
+        return PserverLostError(text) if _is(PserverLostError, error) else WorkerLostError(text)
 
     def end(self) -> None:
         """Ends their processes, at once; may be called again."""
@@ -160,13 +161,14 @@ class Workers:
             ray.kill(actor)
 
 
-def _is_of_pserver(error: RayError) -> bool:
-    return isinstance(getattr(error, "cause", None), PserverLostError)
+def _is(kind: type[TfpsError] | tuple[type[TfpsError], ...], error: RayError) -> bool:
+    """Whether the function has raised that."""
+    return isinstance(getattr(error, "cause", None), kind)
 
 
 def _may_go_on(error: RayError, pservers: Pservers) -> bool:
-    """Whether others may go on after this: not if a pserver has died, which is what each of them says."""
-    return not _is_of_pserver(error) or pservers.all_live()
+    """Whether others may go on after this: not if a pserver has died, or all would meet it: each of them says so."""
+    return not _is(OF_JOB, error) and (not _is(PserverLostError, error) or pservers.all_live())
 
 
 def _log(rank: int, error: RayError, then: str) -> None:

@@ -60,6 +60,9 @@ class ElasticJoining:
     def joiners(self, training: int) -> list[int]:
         return self._core.call(lambda worker: worker.joining.joiners(training))
 
+    def begun(self, training: int) -> int:
+        return self._core.call(lambda worker: worker.joining.begun(training))
+
     def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         core, before, self.admitting = self._core, self._core.view.ranks, joiners
         try:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tfps.errors import ConnectError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.errors import OF_JOB, ConnectError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.recovery import machine
@@ -314,7 +314,8 @@ class Reconfiguration:
         """Ends a session that is not used."""
         core, new = self._core, self._core.sessions.pop(effect.session)
         if effect.tells:
-            new.fail(PserverLostError(f"rank {core.rank} could not go on: {effect.error}"))
+            error, meets = effect.error, PserverLostError(f"rank {core.rank} could not go on: {effect.error}")
+            new.fail(error if isinstance(error, OF_JOB) else meets)
         elif core.failures.failure is not None:
             new.fail(core.failures.failure)
         new.close(core.closing_reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 
+from tfps.embeddings import counting  # noqa: F401  # hooks
 from tfps.graph import patches, tf_private
 from tfps.graph.patches import Patch
 from tfps.input import caches  # noqa: F401  # hooks

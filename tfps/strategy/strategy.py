@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfps.config import Config, Launch, Security, TraceRequest, checks_names, unknown_variables, with_variables
 from tfps.embeddings.saving import restore_tables, save_tables
-from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
+from tfps.errors import ConfigError, TfpsError, for_others, in_a_line, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.patches import BaseStrategy, open_strategies
 from tfps.graph.shares import in_keras_step, say_once
@@ -432,6 +432,8 @@ def _close(connection: _Connection, failure: BaseException | None, *, drain: boo
         _say_if_unused(connection.runtime)
     with _connecting, contextlib.suppress(ValueError):  # closed already
         _open.remove(connection)
+    if failure is not None and connection.config.elastic and (error := for_others(failure)) is not None:
+        connection.runtime.exchange.fail(error)
     connection.runtime.close(drain=drain, reason="" if failure is None else in_a_line(failure))
 
 

@@ -15,6 +15,7 @@ counted is not saved: ids that have no row are counted anew.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -32,6 +33,7 @@ import numpy as np
 from tfps.errors import ConfigError
 from tfps.exchange.requests import Load, Save, SavedRows
 from tfps.exchange.update_spec import UpdateSpec
+from tfps.tables.kept import Piece
 from tfps.tables.spec import TableSpec
 from tfps.tables.table import Chunk, Table
 from tfps.types import Array, Json
@@ -216,8 +218,16 @@ def read_table(table: Table, directories: str | Path | Sequence[str | Path], nam
     return {"step": step, "rows": table.stats().rows, "nbytes": nbytes, "slots": int(slots)}
 
 
-def save(table: Table, request: Save, lock: AbstractContextManager[object]) -> SavedRows:
-    """Writes this owner's shard, and removes what nobody needs any more; see `write_shard`."""
+def save(table: Table, request: Save, lock: AbstractContextManager[object], rank: int = 0) -> SavedRows:
+    """Writes this owner's shard, and removes what nobody needs any more; see `write_shard`. Without a folder rows are
+    kept in memory; see `Table.keep`.
+    """
+    if not request.folder:
+        with lock:
+            table.moments.forget(request.remove, rank)
+            if request.name:
+                table.moments.keep(request.name, rank, table.spec, table.step)
+            return SavedRows(table.step, table.stats().rows, 0)
     folder, since, before = request.folder, request.since, request.before
     found = write_shard(table, folder, request.name, since=since, before=before, lock=lock)
     if table.place == 0:
@@ -226,17 +236,37 @@ def save(table: Table, request: Save, lock: AbstractContextManager[object]) -> S
 
 
 def load(table: Table, request: Load) -> SavedRows:
-    """As `read_table`; without folders no id has a row, and all read as initial values of a seed, a decimal number."""
+    """As `read_table`. Without folders all read as what is kept under a name, or as initial values of a seed, a decimal
+    number: with a name slots stay, without one no id has a row.
+    """
     if request.folders:
         found = read_table(table, request.folders, request.name)
         return SavedRows(found["step"], found["rows"], found["nbytes"], slots=bool(found["slots"]))
-    try:
-        number = int(request.seed)
-    except ValueError as error:
-        raise ConfigError(f"a table without rows must have a seed, got {request.seed!r}") from error
-    table.clear()
-    table.begin_as(number, table.spec.initial)
-    return SavedRows(0, 0, 0)
+    kept = table.moments.get(request.name)
+    if request.seed:
+        try:
+            spec = dataclasses.replace(table.spec, seed=int(request.seed))
+        except ValueError as error:
+            raise ConfigError(f"a table without rows must have a seed, got {request.seed!r}") from error
+        if not request.name:
+            table.clear()
+            table.begin_as(spec.seed, spec.initial)
+            return SavedRows(0, 0, 0)
+        table.go_back(spec, lambda: _as_initial(table, spec))
+    elif kept is not None:
+        table.go_back(kept.spec, kept.pieces)
+    else:
+        raise ConfigError(
+            f"the rows of {table.label} that get_weights() has kept are gone: the pservers that had them have been "
+            "lost, or others have joined; save what must outlive that to files, by save_weights()"
+        )
+    return SavedRows(table.step, table.stats().rows, 0)
+
+
+def _as_initial(table: Table, spec: TableSpec) -> Iterator[Piece]:
+    """The initial values of all that have rows."""
+    for ids, *_ in table.chunks():
+        yield Piece(ids, spec.initial.values(spec.seed, ids, spec.dim), np.zeros(ids.size, np.bool_))
 
 
 def remove_saves(folder: str | Path, names: Iterable[str]) -> None:

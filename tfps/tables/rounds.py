@@ -207,9 +207,13 @@ class Rounds:
         """Who has added all in the current step."""
         return step.added_all if (step := self._steps.get(self.step)) else set()
 
+    def steps_of(self, rank: int) -> int:
+        """How many steps of `rank` have been applied."""
+        return self.step
+
     def is_applied(self, rank: int, step: int) -> bool:
         """Whether the steps of `rank` before `step` have been."""
-        return self.step >= step
+        return self.steps_of(rank) >= step
 
     def _check_step(self, rank: int, step: int) -> None:
         most = self.step + _MOST_AHEAD
@@ -276,8 +280,8 @@ class Apart(Rounds):
         self._done = dict.fromkeys(view.ranks, 0)  # in this phase
         self._phase = bound.phase.number
 
-    def is_applied(self, rank: int, step: int) -> bool:
-        return self._of_rank.get(rank, 0) >= step
+    def steps_of(self, rank: int) -> int:
+        return self._of_rank.get(rank, 0)
 
     def _check_step(self, rank: int, step: int) -> None:
         most = self._of_rank.setdefault(rank, step) + _MOST_AHEAD

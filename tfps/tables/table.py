@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from tfps.exchange.update_spec import StepScalars
 from tfps.tables import hashing
 from tfps.tables.index import MOST_POSITIONS, PIECE, Positions
 from tfps.tables.initial import Initial
+from tfps.tables.kept import Moments, Piece
 from tfps.tables.merging import One, Part, Several, first_repeated, merged
 from tfps.tables.sketch import Sketch
 from tfps.tables.spec import MOST_STEP, TableSpec
@@ -76,6 +77,7 @@ class Table:
         self._limit = None if spec.max_rows is None else -(-spec.max_rows // count)
         self._sketch = Sketch(spec.admit_after) if spec.admit_after > 1 else None
         self._tombstones = Tombstones()
+        self.moments = Moments()  # that `go_back` may go back to
         self._each = max(CHUNK // spec.dim, 1)  # rows that are worked on at a time
         self._made = self._evicted = self._expired = self._refused = 0
         self._step_offset = 0  # by so many steps the latest is ahead of the job's; see `follow`
@@ -136,6 +138,7 @@ class Table:
         step = self._checked_step(step)
         if checked:
             gradients = merged(checked)
+            self._keep(gradients.ids)
             positions = self._find_or_make(gradients.ids, step)
             self._apply(gradients, positions, dict(zip(names, scalars.values, strict=True)), step)
         self._pass(step)
@@ -152,7 +155,8 @@ class Table:
 
     def stats(self) -> TableStats:
         """See there."""
-        used = self._stored.nbytes + self._tombstones.nbytes + (self._sketch.nbytes if self._sketch else 0)
+        used = self._stored.nbytes + self._tombstones.nbytes + self.moments.nbytes
+        used += self._sketch.nbytes if self._sketch else 0
         return TableStats(self._stored.rows, used, self._made, self._evicted, self._expired, self._refused)
 
     def _checked(self, ids: Ids) -> Ids:
@@ -283,8 +287,34 @@ class Table:
 
     def _remove(self, positions: Positions, step: int) -> None:
         if positions.size:
-            self._tombstones.add(step, self._stored.ids_at(positions), self._stored.rows - positions.size)
+            ids = self._stored.ids_at(positions)
+            self._keep(ids)
+            self._tombstones.add(step, ids, self._stored.rows - positions.size)
             self._stored.remove(positions)
+
+    # Going back
+
+    def go_back(self, spec: TableSpec, pieces: Callable[[], Iterable[Piece]]) -> None:
+        """All ids read as `pieces` say, others as they do, or if they have no row as initial values of `spec`.
+
+        Slots stay, as those of an optimizer do when a program assigns weights; those of a row that has gone since begin
+        anew. Counts as an update in the latest step.
+        """
+        self.sweep()  # before pieces say what has gone
+        if (spec.seed, spec.initial) != (self.spec.seed, self.spec.initial):
+            self.begin_as(spec.seed, spec.initial)
+            # The next save, which says how ids without rows read, is a full one.
+            self._tombstones.begin(self._step + 1)
+        for ids, _, there in pieces() if self._limit is not None else ():
+            positions = self._stored.find(ids[~there])  # else rows of other ids might go for these
+            self._remove(positions[positions >= 0], self._step)
+        for ids, rows, there in pieces():
+            chosen = there | (self._stored.find(ids) >= 0)
+            self.assign(ids[chosen], rows[chosen])
+
+    def _keep(self, ids: Ids) -> None:
+        """Notes what unique `ids` read as, before that changes."""
+        self.moments.note(ids, self._find, self._stored.arrays[0].array)
 
     # Rows are saved and restored
 
@@ -329,6 +359,8 @@ class Table:
 
     def clear(self) -> None:
         """Removes all rows and gives their memory back; the latest step is -1 again. Counts since the start remain."""
+        for positions in self._stored.stamped(1, MOST_STEP + 1) if self.moments.nbytes else ():
+            self._keep(self._stored.ids_at(positions))
         if self._sketch is not None:
             self._sketch = Sketch(self.spec.admit_after)
         self._tombstones.begin(self._step + 1)
@@ -358,6 +390,7 @@ class Table:
             own = np.flatnonzero(self.spec.owners(some, self.count) == self.place)
             if not own.size:
                 continue
+            self._keep(some[own])
             positions = self._stored.find(some[own])
             missing = np.flatnonzero(positions < 0)
             positions[missing] = self._stored.place(some[own[missing]])
@@ -372,6 +405,7 @@ class Table:
         """
         part = self._checked_part(ids, rows)
         self.sweep()  # what is past its time has no slots to keep
+        self._keep(part.ids)
         positions = self._stored.find(part.ids)
         missing = np.flatnonzero(positions < 0)
         positions[missing] = self._make(part.ids[missing])
@@ -395,6 +429,7 @@ class Table:
     def remove(self, ids: Ids) -> None:
         """Removes the rows of `ids` (unique), if they are here, for a restore: they are in no count, nor in `gone`."""
         for begin in range(0, ids.size, PIECE):
+            self._keep(ids[begin : begin + PIECE])
             positions = self._stored.find(ids[begin : begin + PIECE])
             self._stored.remove(positions[positions >= 0])
         self._tombstones.begin(self._step + 1)
@@ -402,7 +437,9 @@ class Table:
     def remove_owned(self, place: int, count: int) -> None:
         """Likewise all rows that `place` of `count` pservers would own."""
         for positions in self._stored.stamped(1, MOST_STEP + 1):
-            self._stored.remove(positions[self.spec.owners(self._stored.ids_at(positions), count) == place])
+            owned = positions[self.spec.owners(self._stored.ids_at(positions), count) == place]
+            self._keep(self._stored.ids_at(owned))
+            self._stored.remove(owned)
 
     def begin_as(self, seed: int, initial: Initial) -> None:
         """Ids without a row read as these initial values from now on; for a table that has been cleared."""

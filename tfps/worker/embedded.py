@@ -204,6 +204,9 @@ class NobodyJoins:
     def joiners(self, training: int) -> list[int]:
         return []
 
+    def begun(self, training: int) -> int:
+        return training
+
     def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         return None
 

@@ -108,7 +108,7 @@ class WorkerJoining:
         deadline_s = time.monotonic() + self._config.rejoin_timeout_s
         while not trial.admitted.wait(_READY_S):
             self._failures.check()
-            if self._client.ready(training).training > training:
+            if self.begun(training) > training:
                 return None
             if time.monotonic() > deadline_s:
                 raise trial.overdue(self._config.rejoin_timeout_s)
@@ -126,6 +126,9 @@ class WorkerJoining:
 
     def joiners(self, training: int) -> list[int]:
         return list(self._client.ready(training).candidates)
+
+    def begun(self, training: int) -> int:
+        return int(self._client.ready(training).training)
 
     def admit(self, joiners: Sequence[int]) -> Sequence[int] | None:
         before = self._presence.admissions()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tfps.config import Config
-from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError
+from tfps.errors import JoinError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply, declared
 from tfps.protos import tfps_pb2 as pb
 from tfps.worker.embedded import EmbeddedExchange
@@ -41,14 +41,14 @@ class JobsBuckets:
     def find(self, specs: Sequence[BucketSpec]) -> list[int] | None:
         """The numbers of buckets that the job has declared; None if it has declared none of them yet.
 
-        MismatchError: it has declared some.
+        JoinError: it has declared some.
         """
         texts = list(map(str, specs))
         missing = [text for text in texts if texts.count(text) > len(self._free[text])]
         if not texts or len(missing) == len(texts):
             return None
         if missing:
-            raise MismatchError(
+            raise JoinError(
                 f"rank {self._rank}: a worker that joins must declare what the others have declared, together: they "
                 f"have not declared {missing[0]}"
             )
@@ -97,7 +97,7 @@ class Trial:
         spec = declared(self._alone.specs, bucket)
         if spec.kind == "sum" and not spec.occasional and not self.tries_out:
             text = "a worker can join a job under way in model.fit only, whose position in the data it then takes over"
-            on_reply(Reply(error=UnsupportedError(f"rank {self._rank}: {text}")))
+            on_reply(Reply(error=JoinError(f"rank {self._rank}: {text}")))
             return
         self._alone.push(bucket, payload, on_reply)
 

@@ -16,7 +16,6 @@ from tfps.errors import (
     ConnectError,
     InterruptError,
     JoinError,
-    MismatchError,
     PserverLostError,
     TfpsError,
     WaitTimeoutError,
@@ -275,7 +274,7 @@ class Worker:
                 return found
             if self.joining.pending:
                 first = [*specs, *details][0]
-                raise MismatchError(
+                raise JoinError(
                     f"rank {self.rank} joins a job under way, and declares what that has not declared, {first}: it "
                     "must run the same program"
                 )

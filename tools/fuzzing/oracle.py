@@ -6,6 +6,7 @@ process, with MirroredStrategy in one process (which has the same replicas), or 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from tfps.types import Value
 from tools.fuzzing.cases import Case, Evaluate, Fit, Loop, OnBatch, Recompile, Resume, Save, features
 from tools.fuzzing.expressions import SCALAR
 from tools.fuzzing.layers import NO_MEANS
+from tools.fuzzing.pool import Outcome
 
 Found = Mapping[str, Value]
+_REFUSALS = {"JoinError", "UnsupportedError", "WorkerLostError", "ConnectError", "ClosedError"}
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
 
 # Of the largest item of all results of a kind so far: float32 has 6e-8; sums of a few dozen terms and a dozen steps,
@@ -369,6 +372,18 @@ class Judgement:
         names = tuple(rule.name for rule in rules)
         return Judgement(reference, all(rule.bitwise for rule in rules), without, own, refused, names)
 
+    def with_departure(self, case: Case) -> Judgement:
+        """Of the case where a worker leaves and comes back: metrics lack what it had counted of its epoch."""
+        decides = any(_decisive(fit.callbacks) for fit in case.fits)
+        return dataclasses.replace(
+            self,
+            reference=PLAIN if self.reference == PLAIN and not decides else NOTHING,
+            bitwise=False,
+            without=self.without | {"history", "seen"},
+            own=self.own | {"seen/*/csv/*"},
+            rules=(*self.rules, "a worker leaves"),
+        )
+
     def refuses(self, errors: Sequence[str]) -> bool:
         """Whether all ranks have ended with `errors` that say by name what is not possible; "": one ended well."""
         return all(any(words in error for words in self.refused) for error in errors)
@@ -395,6 +410,20 @@ def between_ranks(ranks: Sequence[Found], judgement: Judgement) -> Difference | 
                 one, two = _shown(value, other[name]), _shown(other[name], value)
                 return Difference(f"ranks differ in {_kind(name)}", f"{name}: rank 0 has {one}, {rank} {two}")
     return None
+
+
+def of_returned(returned: Outcome, others: Found, judgement: Judgement) -> tuple[Difference | None, str]:
+    """What differs of the worker that came back, and how it went: it may be refused by name."""
+    if returned.found is None:
+        kind = returned.error.partition("\n")[0].partition(":")[0]
+        # The others were through before it came.
+        if kind in _REFUSALS or (kind == "WaitTimeoutError" and "not joined" in returned.error):
+            return None, f"who comes back: {kind}"
+        return Difference(f"who comes back ends with {kind}", returned.error[-2500:]), ""
+    # What callbacks have seen is numbered from the first epoch on that a worker is in.
+    both = {name: value for name, value in others.items() if name in returned.found and _kind(name) != "seen"}
+    difference = between_ranks([both, {name: returned.found[name] for name in both}], judgement)
+    return difference, "who comes back takes part"
 
 
 def with_reference(

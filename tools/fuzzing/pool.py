@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import linecache
 import multiprocessing
 import os
@@ -13,10 +14,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from types import MappingProxyType
 from typing import cast
 
 from tfps.types import Argument, Value
@@ -25,6 +27,7 @@ from tools.children import cpu_s
 DEVICES = 4  # logical CPUs of each process: for the replicas of MirroredStrategy, too
 IDLE_S, BUSY_S = 90.0, 2.0  # processes hang if all that have not answered took no more processor time meanwhile
 TIMEOUT_S = 900.0  # of a case, however busy
+AGREED = 4  # batches that workers may have agreed on when one leaves
 CASES = 150  # after which processes are renewed: TensorFlow keeps graphs
 
 
@@ -43,6 +46,22 @@ class Task:
     function: str
     folder: str
     environment: Mapping[str, str]
+    departure: Departure | None = None
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A worker leaves between two batches of `fit`, and comes back (Config.min_workers).
+
+    Args:
+        batches: after so many of them, of all calls.
+        leaves: whether this task is the one that leaves; the others wait at a later batch until it may join again.
+        over: a file, which is there once the worker that has come back has ended.
+    """
+
+    batches: int
+    leaves: bool
+    over: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,9 @@ class Outcome:
 
     found: Mapping[str, Value] | None
     error: str = ""
+
+
+LEFT = Outcome(None, "has left")
 
 
 def _serve(connection: Connection, log: str) -> None:
@@ -77,7 +99,8 @@ def _run(task: Task) -> Outcome:
     saved = dict(os.environ)
     os.environ.update(task.environment)
     keras.backend.clear_session()
-    strategy: object = None
+    strategy: Argument = None
+    with_departure = contextlib.ExitStack()
     try:
         namespace: dict[str, Argument] = {"__name__": "generated"}
         # AutoGraph wants the source of functions: without, a loop over a dataset inside one would never end.
@@ -86,15 +109,49 @@ def _run(task: Task) -> Outcome:
         linecache.checkcache()
         exec(compile(task.program, str(path), "exec"), namespace)
         strategy = namespace[task.function]()
+        if task.departure is not None:
+            with_departure.callback(_depart(task.departure, strategy))
         return Outcome(dict(namespace["main"](strategy, task.folder)))
     except BaseException as error:  # KeyboardInterrupt too: programs raise it
         return Outcome(None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     finally:
+        with_departure.close()
         if hasattr(strategy, "close"):
             with contextlib.suppress(Exception):
                 strategy.close()
         os.environ.clear()
         os.environ.update(saved)
+
+
+def _depart(departure: Departure, strategy: Argument) -> Callable[[], None]:
+    """Does in this process what `departure` says; returns what undoes that."""
+    import keras
+
+    kind, count = keras.callbacks.CallbackList, itertools.count(1)
+    begin, end = kind.on_train_batch_begin, kind.on_train_batch_end
+    waits_at = departure.batches + AGREED
+
+    def on_begin(callbacks: Argument, *args: object, **options: object) -> None:
+        number = next(count)
+        callbacks.tfps_fuzzing = number
+        if number == waits_at and not departure.leaves:
+            extended, deadline_s = strategy.extended, time.monotonic() + TIMEOUT_S / 4
+            while time.monotonic() < deadline_s and not pathlib.Path(departure.over).exists():
+                if extended.exchange.joining.joiners(extended.training.training):
+                    break
+                time.sleep(0.05)
+        begin(callbacks, *args, **options)
+
+    def on_end(callbacks: Argument, *args: object, **options: object) -> None:
+        end(callbacks, *args, **options)
+        if departure.leaves and callbacks.tfps_fuzzing == departure.batches:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def undo() -> None:
+        kind.on_train_batch_begin, kind.on_train_batch_end = begin, end
+
+    kind.on_train_batch_begin, kind.on_train_batch_end = on_begin, on_end
+    return undo
 
 
 @dataclass(frozen=True)
@@ -131,8 +188,10 @@ class Pool:
             return self._log(process).read_text(errors="replace")[-12000:]
         return ""
 
-    def run(self, tasks: Mapping[int, Task]) -> dict[int, Outcome]:
+    def run(self, tasks: Mapping[int, Task], again: Mapping[int, int] = MappingProxyType({})) -> dict[int, Outcome]:
         """Runs each task on the process with its number, all at the same time.
+
+        But those in `again` begin when the process that it names has died, which may be. They have no Outcome if not.
 
         A process that died or hangs has an Outcome with an error. The next case finds a new process in place of each
         that had an error: once one of TensorFlow's collectives is aborted, it refuses all others of that process.
@@ -142,10 +201,10 @@ class Pool:
             self._cases = 0
         self._start(number for number in range(self.count) if number not in self._children)
         self._cases += 1
-        for number, task in tasks.items():
-            self._children[number].connection.send(task)
-        outcomes: dict[int, Outcome] = self._answers(tasks)
-        late = tasks.keys() - outcomes.keys()
+        for number in tasks.keys() - again.keys():
+            self._children[number].connection.send(tasks[number])
+        outcomes: dict[int, Outcome] = self._answers(tasks.keys() - again.keys(), tasks, again)
+        late = tasks.keys() - outcomes.keys() - {number for number in again if outcomes.get(again[number]) is not LEFT}
         if late:
             alive = [number for number in late if self._children[number].process.is_alive()]
             for number in alive:
@@ -159,7 +218,12 @@ class Pool:
         self._end(number for number, outcome in outcomes.items() if outcome.found is None or number in changed)
         return outcomes
 
-    def _answers(self, numbers: Iterable[int]) -> dict[int, Outcome]:
+    def _answers(
+        self,
+        numbers: Iterable[int],
+        tasks: Mapping[int, Task] = MappingProxyType({}),
+        again: Mapping[int, int] = MappingProxyType({}),
+    ) -> dict[int, Outcome]:
         """What the processes answer, by their numbers: until all have, one has died, or all others just wait.
 
         Machines are busy: a process that hangs is told from one that is slow by the processor time that it takes.
@@ -174,7 +238,15 @@ class Pool:
                 try:
                     answers[number] = connection.recv()
                 except (EOFError, OSError):
-                    return answers
+                    follows = [each for each, before in again.items() if before == number]
+                    if not follows:
+                        return answers
+                    answers[number] = LEFT
+                    for each in follows:
+                        self._children[each].connection.send(tasks[each])
+                        waiting[self._children[each].connection] = each
+                if number in again and (departure := tasks[number].departure) is not None:
+                    pathlib.Path(departure.over).touch()
                 used, since = 0.0, time.monotonic()
             now = sum(_cpu_s(self._children[number].pid) for number in waiting.values())
             if now - used > BUSY_S:

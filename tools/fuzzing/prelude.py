@@ -41,7 +41,15 @@ class Job:
         return str(self.folder / name)
 
     def note(self, name, model, fit=None):
-        """What `model` and `fit` have become."""
+        """What `model` and `fit` have become; the variables of a stage that is over are unknown to one who joins."""
+        for key, value in (fit.history if fit else {}).items():
+            self.found[f"history/{name}/{key}"] = np.asarray(value)
+        if fit:
+            self.found[f"epochs/{name}"] = np.asarray(fit.epoch)
+        with contextlib.suppress(tfps.JoinError):
+            self.note_variables(name, model)
+
+    def note_variables(self, name, model):
         for index, weight in enumerate(model.weights):
             kind = "statistics" if "moving_" in weight.path else "weights"
             self.found[f"{kind}/{name}/{index}"] = weight.numpy()
@@ -51,10 +59,6 @@ class Job:
             if isinstance(layer, tfps.layers.Embedding):
                 ids = np.arange(12) * (1 if layer.input_dim else 2**50)
                 self.found[f"weights/{name}/rows {index}"] = layer.read_rows(ids)
-        for key, value in (fit.history if fit else {}).items():
-            self.found[f"history/{name}/{key}"] = np.asarray(value)
-        if fit:
-            self.found[f"epochs/{name}"] = np.asarray(fit.epoch)
 
     def note_csv(self, name):
         """What CSVLogger has written: its numbers."""

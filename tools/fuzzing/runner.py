@@ -13,8 +13,10 @@ from tfps.pserver.server import ParameterServer
 from tools.fuzzing import oracle
 from tools.fuzzing.cases import Case
 from tools.fuzzing.oracle import MIRRORED, NOTHING, Difference, Found, Judgement
-from tools.fuzzing.pool import Outcome, Pool, Task
+from tools.fuzzing.pool import Departure, Outcome, Pool, Task
 from tools.fuzzing.source import program
+
+NEVER = 2**31
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,19 @@ class Result:
 
 
 def run(
-    case: Case, pool: Pool, change: Callable[[str, int], str] = lambda text, rank: text, update: str = "worker"
+    case: Case,
+    pool: Pool,
+    change: Callable[[str, int], str] = lambda text, rank: text,
+    update: str = "worker",
+    leaves: tuple[int, int] | None = None,
 ) -> Result:
-    """Runs `case`. `change` may put a fault into the program of a rank, given its text; `update` is of tfps.Config."""
+    """Runs `case`. `change` may put a fault into the program of a rank, given its text; `update` is of tfps.Config.
+
+    `leaves`: the rank that leaves, and after how many batches of `fit`; it comes back.
+    """
     judgement = Judgement.of(case)
+    if leaves is not None:
+        judgement = judgement.with_departure(case)
     if update == "server" and judgement.bitwise:
         # TensorFlow's own reciprocal root, and sparse gradients that are added up before they are applied.
         judgement = dataclasses.replace(judgement, bitwise=False, rules=(*judgement.rules, "update on the server"))
@@ -62,15 +73,29 @@ def run(
                 getattr(action, "how", "") == "epoch in a function" for action in case.actions
             ):
                 environment["TFPS_MIN_WORKERS"] = "1"
-            tasks[rank + 1] = Task(change(text, rank), "strategy", _made(own), environment)
-        outcomes = pool.run(tasks)
+            departure = None
+            if leaves is not None:
+                environment["TFPS_MIN_WORKERS"] = "1"
+                departure = Departure(leaves[1], rank == leaves[0], str(folder / "over"))
+            tasks[rank + 1] = Task(change(text, rank), "strategy", _made(own), environment, departure)
+        again = {}
+        if leaves is not None:
+            back, before = case.place.workers + 1, leaves[0] + 1
+            impatient = tasks[before].program.replace("connect_timeout_s=300.0", "connect_timeout_s=30.0")
+            departure = Departure(NEVER, False, str(folder / "over"))
+            tasks[back] = dataclasses.replace(tasks[before], program=impatient, departure=departure)
+            again[back] = before
+        outcomes = pool.run(tasks, again)
         ranks = [outcomes[rank + 1] for rank in range(case.place.workers)]
+        returned = next((outcomes[each] for each in again if each in outcomes), None)
+        if leaves is not None and returned is not None:
+            del ranks[leaves[0]]
 
         def shaken() -> Found | None:
             text = program(case, MIRRORED if mirrored else "plain", update, shaken=True)
             return pool.run({0: Task(text, "reference", _made(folder / "shaken"), {})})[0].found
 
-        return _judged(case, text, judgement, outcomes[0], ranks, shaken)
+        return _judged(case, text, judgement, outcomes[0], ranks, shaken, returned)
 
 
 def _made(folder: pathlib.Path) -> str:
@@ -85,8 +110,9 @@ def _judged(
     reference: Outcome,
     ranks: list[Outcome],
     shaken: Callable[[], Found | None],
+    returned: Outcome | None = None,
 ) -> Result:
-    """`shaken`: what the reference finds from initial weights that differ by a rounding."""
+    """`shaken`: of the reference, from initial weights that differ by a rounding; `returned`: of who came back."""
     errors = [outcome.error for outcome in ranks if outcome.found is None]
     if errors and reference.found is None:
         return Result(case, text, refused=reference.error)
@@ -109,6 +135,9 @@ def _judged(
         return Result(case, text, failure, rules=judgement.rules)
     found = [outcome.found for outcome in ranks if outcome.found is not None]
     difference: Difference | None = oracle.between_ranks(found, judgement)
+    if difference is None and returned is not None:
+        difference, how = oracle.of_returned(returned, found[0], judgement)
+        judgement = dataclasses.replace(judgement, rules=(*judgement.rules, how))
     largest = 0.0
     if difference is None and oracle.finite(reference.found) is None:
         difference = oracle.finite(found[0])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import pathlib
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tools.fuzzing import runner
-from tools.fuzzing.cases import Case, features
+from tools.fuzzing.cases import Case, Fit, features
 from tools.fuzzing.draw import draw, usable
 from tools.fuzzing.pool import Pool
 from tools.fuzzing.runner import Result
@@ -37,6 +39,7 @@ class Session:
         change: puts a fault into the program of a rank (`runner.run`).
         say: takes lines of progress.
         update: `tfps.Config.update` of the strategies.
+        elastic: in each case a worker leaves and comes back, if `fit` gets so far.
     """
 
     minutes: float
@@ -50,6 +53,7 @@ class Session:
     change: Change = unchanged
     say: Callable[[str], None] = print
     update: str = "worker"
+    elastic: bool = False
     ran: Counter[str] = field(default_factory=Counter)  # by how they ended
     covered: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
@@ -60,18 +64,23 @@ class Session:
         """Runs cases until the time is over, on `pool` or on one of its own."""
         self._start = time.monotonic()
         # One process for what is compared with, beside the workers.
-        with contextlib.nullcontext(pool) if pool else Pool(1 + max(self.workers)) as processes:
+        count = 1 + max(self.workers) + self.elastic
+        with contextlib.nullcontext(pool) if pool else Pool(count) as processes:
             for number in itertools.count():
                 if self._is_over():
                     return
-                self._try(draw(f"{self.seed} {number}", self.workers, self.without, self.compressed), processes)
+                case = draw(f"{self.seed} {number}", self.workers, self.without, self.compressed)
+                if self.elastic:
+                    case = _longer(case)
+                if not self.elastic or (case.place.workers > 1 and case.place.pservers and case.fits):
+                    self._try(case, processes)
 
     def _is_over(self) -> bool:
         return time.monotonic() - self._start > self.minutes * 60 or sum(self.ran.values()) >= self.most_cases
 
     def _try(self, case: Case, pool: Pool) -> None:
         """Runs a case, and shrinks it where it fails."""
-        result = runner.run(case, pool, self.change, self.update)
+        result = self._run(case, pool)
         self._count(result)
         if result.difference is None:
             return
@@ -80,6 +89,12 @@ class Session:
             return
         self.say(f"FAILS {result.difference.kind}: {case!r}\n{result.difference.details[:600]}")
         self._keep(self._shrunk(result, pool))
+
+    def _run(self, case: Case, pool: Pool) -> Result:
+        draws, leaves = random.Random(f"{self.seed} {case.seed}"), None
+        if self.elastic:
+            leaves = draws.randrange(case.place.workers), draws.choice((1, 1, 2, 2, 3, 5, 8))
+        return runner.run(case, pool, self.change, self.update, leaves)
 
     def _shrunk(self, result: Result, pool: Pool) -> Result:
         until, smallest, kind = time.monotonic() + self.shrink_s, result, _kind(result)
@@ -92,7 +107,7 @@ class Session:
                 return False
             if not usable(case, self.without):
                 return False
-            tried = runner.run(case, pool, self.change, self.update)
+            tried = self._run(case, pool)
             if _kind(tried) != kind:
                 return False
             smallest = tried
@@ -141,6 +156,14 @@ class Session:
             kind = failure.difference.kind if failure.difference else ""
             lines.append(f"failure {number}: {kind}: {', '.join(sorted(features(failure.case)))}")
         return "\n".join(lines)
+
+
+def _longer(case: Case) -> Case:
+    """With epochs enough for a worker to come back in them."""
+    longer = [
+        dataclasses.replace(each, epochs=each.epochs + 5) if isinstance(each, Fit) else each for each in case.actions
+    ]
+    return dataclasses.replace(case, actions=tuple(longer))
 
 
 def _kind(result: Result) -> str:
