@@ -360,7 +360,7 @@ if how == "an error on one after the other":
         worker.client.ready(1)
         raise failed.wait()
     if rank == 1:
-        jobs.poll(lambda: list(worker.client.ready(1).joiners) == [0])
+        jobs.poll(lambda: list(worker.client.ready(1).candidates) == [0])
     worker.close("NameError: nothing")
     raise NameError("nothing")
 """
