@@ -42,7 +42,7 @@ def main(last: str = "") -> None:
     try:
         model.fit(x, y, batch_size=32, epochs=100_000, verbose=0, callbacks=[Say(last)])
     except Exception as error:
-        print("fit raised", type(error).__name__, error, flush=True)
+        print(f"fit raised {type(error).__name__} {error}", flush=True)
         try:
             model.get_weights()
         except Exception as second:

@@ -65,7 +65,7 @@ def main(out: str, when: str, go: str = "") -> None:
     try:
         model.fit(x, y, epochs=2, **options)
     except Exception as error:
-        print("fit raised", type(error).__name__, error, flush=True)
+        print(f"fit raised {type(error).__name__} {error}", flush=True)
         raise
     np.savez(out, *model.get_weights(), iterations=model.optimizer.iterations.numpy())
 

@@ -25,9 +25,8 @@ pytestmark = pytest.mark.timeout(1200)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_steps": (
-        ["loop_function"],
+        ["loop_function", "logs_that_differ"],
         [
-            "logs_that_differ",
             "guide_steps",
             "without_call",
             "own_logs",
@@ -205,8 +204,9 @@ def test_accumulated_gradients_of_many_buckets_are_sent(tmp_path: Path) -> None:
     check("accumulation", run([("programs_precision", "accumulation")], tmp_path, more=small))
 
 
-def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(quick: Results) -> None:
-    for result in quick:
+@pytest.mark.long
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(long: Callable[[str], Results]) -> None:
+    for result in long("programs_precision"):
         ends = result["loss_scaling"]
         assert ends["scales"][:4] == [32768.0, 32768.0, 16384.0, 16384.0]
         assert ends["iterations"] == 10  # of 12: one step in each of two epochs
@@ -219,8 +219,9 @@ def test_one_rank_predicts_alone_within_an_epoch_what_one_process_does(quick: Re
     assert not len(second)
 
 
-def test_a_backup_of_rank_0_restores_every_rank(quick: Results) -> None:
-    for result in quick:
+@pytest.mark.long
+def test_a_backup_of_rank_0_restores_every_rank(long: Callable[[str], Results]) -> None:
+    for result in long("programs_saving"):
         assert list(result["backup_shared"]["epochs"]) == [2, 3]
 
 
