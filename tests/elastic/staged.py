@@ -162,6 +162,10 @@ with strategy.scope():
             model = Distiller(dense(4, 1), teacher)
             model.compile(keras.optimizers.SGD(0.05), "mse")
             model.fit(x, y, epochs=3, **options)
+    elif KIND == "eager":  # with batches that do not divide, and another iterator
+        model = dense(16, 1)
+        model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
+        model.fit(x, y, epochs=3, **{**options, "batch_size": 7, "validation_data": (x[:10], y[:10])})
     elif KIND == "caught":  # an exception of the program's own, on all ranks
         model = compiled(dense(16, 1))
         fails = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: 1 // 0)

@@ -104,6 +104,7 @@ def test_who_comes_back_where_a_lower_rank_is_gone_ends_as_plain_keras(cluster: 
 REFUSED = {
     "labels that were predicted": ("labels", "1 2 1 2", "", "fit number 1 of the program is over"),
     "a stage that ended with an exception": ("caught", "1 2 1 2", "", "have gone on from fit 1 of the program without"),
+    "eager steps": ("eager", "1 1 1 2", "", "whose steps are graphs"),
     "another beta": ("here", "1 1 1 2", "beta", "its optimizer differs from the others': beta_1 is 0.8, not 0.9"),
     "other targets": ("here", "1 1 1 2", "data", "a worker that joins must make the batches that the others make"),
     "a variable more": ("here", "1 1 1 2", "variable", "declares what that has not declared"),

@@ -70,6 +70,7 @@ class Trial:
         self._alone = EmbeddedExchange(config, rank=rank)
         self.tables = self._alone.tables
         self._rank, self._declared, self._pservers = rank, declared, pservers
+        self._ahead = config.staging_depth + 1
         self._admitted: set[int] = set()  # the pservers that have told
 
     def lines(self) -> Sequence[str]:
@@ -83,8 +84,9 @@ class Trial:
     def others_train(self) -> bool:
         """Whether the others have taken a step of a training, and so declared all that they need for it."""
         told = self.replies()
-        trains = [bucket.kind != "gather" and not bucket.occasional for bucket in told[0].buckets]
-        return any(step for reply in told for step, counts in zip(reply.steps, trains, strict=False) if counts)
+        # Eager steps have occasional buckets only, but batches that have been agreed on: some of them ahead.
+        least = [self._ahead if [*each.names] == ["batches"] else 2**63 * each.occasional for each in told[0].buckets]
+        return any(step > most for reply in told for step, most in zip(reply.steps, least, strict=False))
 
     def learn(self, specs: Sequence[BucketSpec]) -> None:
         """Takes all buckets of the job, by number."""
