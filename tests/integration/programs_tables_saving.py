@@ -84,6 +84,7 @@ def _backup(job: Job, folder: Path) -> Results:
     keras.utils.set_random_seed(100 + job.rank)
     again, made = built(job)
     fit = again.fit(x, y, epochs=4, callbacks=[backup()], **OPTIONS)
+    made[0].load_rows(np.arange(3), np.ones((3, 4)))  # which all ranks do, though one has restored alone
     return {**_ends(again, made, fit), "epochs": fit.epoch}
 
 

@@ -105,6 +105,7 @@ class HostTable:
         self._changes = 0
         self._held: weakref.WeakValueDictionary[str, Held] = weakref.WeakValueDictionary()  # by name
         self._dropped: deque[str] = deque()  # names of what was held, and is not yet forgotten
+        self._telling = threading.Lock()  # held while owners are told of both: a name may come again
         self.awaits = ""  # the files that its rows must come from first, as a model says that was loaded
         self.bucket = UNDECLARED
         self.codec: Codec | None = None
@@ -334,13 +335,14 @@ class HostTable:
         """
         self.check_restored()
         name = f"{self.changes}-{moment}"
-        if (held := self._held.get(name)) is None:
-            self.runtime.finish()
-            if not self._tables.save(Save(self.bucket, self.step, "", name, remove=self._to_forget())).full:
-                return None
-            held = self._held[name] = Held(name)
-            weakref.finalize(held, self._dropped.append, name).atexit = False
-        return held
+        self.runtime.finish()
+        with self._telling:
+            if (held := self._held.get(name)) is None:
+                if not self._tables.save(Save(self.bucket, self.step, "", name, remove=self._to_forget())).full:
+                    return None
+                held = self._held[name] = Held(name)
+                weakref.finalize(held, self._dropped.append, name).atexit = False
+            return held
 
     def go_back(self, name: str, seed: str = "") -> None:
         """All ids read as what is kept under `name`, or as initial values of a seed; slots stay. All ranks call it. It
@@ -358,7 +360,8 @@ class HostTable:
     def forget(self) -> None:
         """Tells the owners what they need not keep any more, if anything. Any thread."""
         if self._dropped and self.bucket != UNDECLARED:
-            self._tables.save(Save(self.bucket, 0, "", "", remove=self._to_forget()))
+            with self._telling:
+                self._tables.save(Save(self.bucket, 0, "", "", remove=self._to_forget()))
 
     def assign(self, ids: Ids, rows: Floats) -> None:
         """Replaces rows [n, dim] of `ids`, each once. It must have been declared."""
