@@ -61,6 +61,7 @@ EQUAL = {
     "rank 0, a loop": ("loop", "0 3 0 1"),
     "a teacher within the step of the second stage": ("distilled", "1 2 1 2"),
     "a frozen encoder and a new head": ("head", "0 2 1 2"),
+    "eager steps": ("eager", "1 1 1 2"),
     "two optimizers": ("two", "1 1 1 2"),
     "a table with an optimizer of its own, and rows that are loaded before": ("table", "1 1 1 2"),
     "a schedule that multiplies": ("decays", "1 1 1 2"),
@@ -104,7 +105,6 @@ def test_who_comes_back_where_a_lower_rank_is_gone_ends_as_plain_keras(cluster: 
 REFUSED = {
     "labels that were predicted": ("labels", "1 2 1 2", "", "fit number 1 of the program is over"),
     "a stage that ended with an exception": ("caught", "1 2 1 2", "", "have gone on from fit 1 of the program without"),
-    "eager steps": ("eager", "1 1 1 2", "", "whose steps are graphs"),
     "another beta": ("here", "1 1 1 2", "beta", "its optimizer differs from the others': beta_1 is 0.8, not 0.9"),
     "other targets": ("here", "1 1 1 2", "data", "a worker that joins must make the batches that the others make"),
     "a variable more": ("here", "1 1 1 2", "variable", "declares what that has not declared"),

@@ -196,7 +196,7 @@ class BatchAgreement:
         """
         with self._lock:
             progress = self._iterators.get(number)
-            meets = progress is not None and progress.meets and not progress.asked
+            meets = progress is not None and progress.meets and progress.asked == progress.begin
         if meets:
             self.said.declare()
         try:
@@ -220,7 +220,7 @@ class BatchAgreement:
             exchanges = self.runtime.exchanges
             trains = trains or progress.mark not in (None, exchanges)
             progress.mark = exchanges
-            meets = eager and progress.meets and position == 0
+            meets = eager and progress.meets and position == progress.begin
             together = trains or meets or position < progress.owed
             if (trains or meets) and not progress.over:
                 if progress.place is None:

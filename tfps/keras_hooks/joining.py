@@ -103,8 +103,6 @@ def _join(strategy: BaseStrategy, callbacks: Callback) -> None:
     position, runtime = extended.training, extended.runtime
     with _alone(strategy):
         python_data.check(position.iterator)
-        if model.run_eagerly:
-            raise JoinError("a worker can join a training whose steps are graphs, got run_eagerly=True in compile")
         logger.info("tfps: this worker joins a job under way, and waits until the others let it take part")
         with extended.exchange.joining.trying_out():
             one_step = strategy.experimental_distribute_dataset(_one_batch(distributed_dataset(position.iterator)))
