@@ -147,7 +147,7 @@ class MachineOfRoster(RuleBasedStateMachine):
         if joiners:
             chosen = data.draw(st.sets(st.sampled_from(joiners), min_size=1))
             before = self.members.view.ranks
-            view, effects = self.members.admit({*chosen, *(set(range(WORKERS)) - self.here)}, 1.0)
+            view, effects = self.members.admit({*chosen, *(set(range(WORKERS)) - self.here)}, 1.0, 1.0)
             self.part |= chosen
             assert chosen <= self.members.on_trial() <= self.part
             assert effects[-1] == NotifyAdmitted(before, view.ranks)

@@ -88,6 +88,9 @@ class Member:
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
     reason: str = ""  # why it has left, if it said so
     trial_until_s: float | None = None  # it is on trial: let in to a job under way, and has not taken a step yet
+    trial_s: float = 0.0  # how long others may wait for it then while it pushes nothing
+    trial_step: int = 0  # `step` when it was looked at last
+    trial_over_s: float = 0.0  # a pserver without its gradients sees no step: the trial is over by then
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"

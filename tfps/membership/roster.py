@@ -229,7 +229,7 @@ class Roster:
         self.view = self.view.next(left=[rank])
         return self.view, [Notify(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
 
-    def admit(self, joiners: Collection[int], trial_until_s: float) -> Change:
+    def admit(self, joiners: Collection[int], now_s: float, trial_s: float) -> Change:
         """Those of `joiners` that are there take part from now on, on trial until they take a step."""
         before, here = self.view.ranks, [r for r in sorted(joiners) if self._streams(r)]
         if here:
@@ -238,7 +238,8 @@ class Roster:
         for rank in here:
             self.lost.pop(rank, None)
             self.joined += 1
-            self.members[rank].trial_until_s = trial_until_s
+            member = self.members[rank]
+            member.trial_until_s, member.trial_s, member.trial_over_s = now_s + trial_s, trial_s, now_s + 10 * trial_s
             self.changes.append(f"view {self.view.generation}: {self.members[rank]} has joined")
             effects.append(Log(f"goes on with {len(self.view.ranks)} workers: {self.members[rank]} takes part"))
         return self.view, [*effects, NotifyAdmitted(before, self.view.ranks)]

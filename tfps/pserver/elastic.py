@@ -117,7 +117,7 @@ class Elastic:
         if admission.over or not admission.called >= set(self._state.roster.view.ranks):
             return admission.over
         admission.before = self._state.roster.view.ranks
-        view, effects = self._state.roster.admit(admission.joiners, time.monotonic() + admission.trial_s)
+        view, effects = self._state.roster.admit(admission.joiners, time.monotonic(), admission.trial_s)
         if view.ranks != admission.before:
             self._state.shard.set_view(view)
             for _, item in self._state.shard.slices():
@@ -181,10 +181,17 @@ class Elastic:
         """Loses those on trial for which others wait after their time, such as the `undeclared`."""
         state, now_s = self._state, time.monotonic()
         with state.changed:
-            members = state.roster.members
-            overdue = {each for each in state.roster.on_trial() if now_s > (members[each].trial_until_s or now_s)}
-            if overdue:
-                overdue &= {*undeclared, *(rank for _, item in state.shard.slices() for rank in item.missing())}
+            overdue, trial = set[int](), state.roster.on_trial()
+            if trial:
+                awaited = {*undeclared, *(rank for _, item in state.shard.slices() for rank in item.missing())}
+            for rank in trial:
+                member = state.roster.members[rank]
+                if rank not in awaited or member.step != member.trial_step:
+                    member.trial_step, member.trial_until_s = member.step, now_s + member.trial_s
+                elif now_s > (member.trial_until_s or now_s):
+                    overdue.add(rank)
+                if now_s > member.trial_over_s:
+                    member.trial_until_s = None
         for rank in sorted(overdue):
             self.lose(
                 rank,
