@@ -12,6 +12,7 @@ from tfps.errors import ConnectError
 _MAX_TEXT = 256  # characters of a name that a worker sends
 _MAX_PSERVERS = 4096
 STREAM_GRACE_S = 30.0  # a member without a stream by then died between the calls
+_HELD = 0.1  # of the time for a step, which a worker on trial may hold the others
 
 
 class State(enum.Enum):
@@ -74,6 +75,31 @@ class Applicant:
 
 
 @dataclass(slots=True)
+class Trial:
+    """Of a worker that others have let in: until its first step they wait for it for a while only.
+
+    Args:
+        limit_s: for a step of all. A pserver without its gradients sees none: there the trial is over by then.
+        since_s: when it had pushed something, or nobody waited for it.
+        step: the highest pushed then.
+    """
+
+    limit_s: float
+    begun_s: float
+    since_s: float
+    step: int = 0
+
+    def is_overdue(self, step: int, awaited: bool, now_s: float) -> bool:
+        """Whether others have waited for too long while it pushes nothing; to be asked every now and then."""
+        if not awaited or step != self.step:
+            self.since_s, self.step = now_s, step
+        return now_s - self.since_s > _HELD * self.limit_s
+
+    def is_over(self, now_s: float) -> bool:
+        return now_s - self.begun_s > self.limit_s
+
+
+@dataclass(slots=True)
 class Member:
     """A worker that has joined."""
 
@@ -87,10 +113,7 @@ class Member:
     ready: int = 0  # of a joining worker: the training that it may be admitted to
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
     reason: str = ""  # why it has left, if it said so
-    trial_until_s: float | None = None  # it is on trial: let in to a job under way, and has not taken a step yet
-    trial_s: float = 0.0  # how long others may wait for it then while it pushes nothing
-    trial_step: int = 0  # `step` when it was looked at last
-    trial_over_s: float = 0.0  # a pserver without its gradients sees no step: the trial is over by then
+    trial: Trial | None = None  # it was let in to a job under way, and has not taken a step yet
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"

@@ -25,7 +25,7 @@ from tfps.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
-from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Resumed, State
+from tfps.membership.members import STREAM_GRACE_S, Applicant, Member, Resumed, State, Trial
 from tfps.membership.view import View
 
 _MAX_CHANGES = 64  # that are kept
@@ -180,8 +180,21 @@ class Roster:
 
     def on_trial(self) -> set[int]:
         """Ranks that the others have let in and that have not taken a step yet: what they do wrong ends them alone."""
-        here = {rank for rank, member in self.members.items() if member.trial_until_s is not None}
-        return here.intersection(self.view.ranks)
+        return {rank for rank in self.view.ranks if rank in self.members and self.members[rank].trial is not None}
+
+    def overdue(self, awaited: Collection[int], now_s: float) -> list[int]:
+        """Ranks on trial that have held those who wait for the `awaited` for too long; to be asked every now and then.
+
+        Also ends trials that are over.
+        """
+        found = []
+        for rank in sorted(self.on_trial()):
+            member = self.members[rank]
+            if member.trial is not None and member.trial.is_overdue(member.step, rank in awaited, now_s):
+                found.append(rank)
+            if member.trial is not None and member.trial.is_over(now_s):
+                member.trial = None
+        return found
 
     # Changes
 
@@ -206,7 +219,7 @@ class Roster:
             return None
         loss = self._remove(rank, how, why)
         error: TfpsError = WorkerLostError(f"the other workers went on without this one: {loss.why}")
-        if member.trial_until_s is not None and how is not How.SUSPECTED:
+        if member.trial is not None and how is not How.SUSPECTED:
             error = JoinError(f"this worker cannot join the job under way, which goes on without it: {loss.why}")
         forget = Forget(rank, error)
         if not self.begun:
@@ -229,7 +242,7 @@ class Roster:
         self.view = self.view.next(left=[rank])
         return self.view, [Notify(Loss(rank, How.ENDED, f"{self.members[rank]} has left"))]
 
-    def admit(self, joiners: Collection[int], now_s: float, trial_s: float) -> Change:
+    def admit(self, joiners: Collection[int], now_s: float, limit_s: float) -> Change:
         """Those of `joiners` that are there take part from now on, on trial until they take a step."""
         before, here = self.view.ranks, [r for r in sorted(joiners) if self._streams(r)]
         if here:
@@ -238,8 +251,7 @@ class Roster:
         for rank in here:
             self.lost.pop(rank, None)
             self.joined += 1
-            member = self.members[rank]
-            member.trial_until_s, member.trial_s, member.trial_over_s = now_s + trial_s, trial_s, now_s + 10 * trial_s
+            self.members[rank].trial = Trial(limit_s, now_s, now_s)
             self.changes.append(f"view {self.view.generation}: {self.members[rank]} has joined")
             effects.append(Log(f"goes on with {len(self.view.ranks)} workers: {self.members[rank]} takes part"))
         return self.view, [*effects, NotifyAdmitted(before, self.view.ranks)]

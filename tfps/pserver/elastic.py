@@ -22,7 +22,6 @@ from tfps.wire import frames
 from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import SILENT_S, SendQueue
 
-_HELD = 0.1  # of the time for a step, which workers who join may hold the others
 _NOTICED_S = 10.0  # by then it is noticed that a worker has been silent for too long, also on a busy machine
 _STEPS = {How.LOST: 0, How.SUSPECTED: frames.SUSPECTED, How.ENDED: frames.ENDED}  # of frames
 
@@ -32,7 +31,7 @@ class Admission:
     """Joining workers that are about to take part, and the ranks that have agreed."""
 
     joiners: frozenset[int]
-    trial_s: float  # in which they must take their first step, once others wait for them
+    limit_s: float  # for a step
     called: set[int] = field(default_factory=set)
     before: Sequence[int] = ()  # who took part until it was over
     present: Sequence[int] = ()  # and from then on
@@ -97,7 +96,7 @@ class Elastic:
         state, members = self._state, self._state.roster
         with state.changed:
             state.raise_failure()
-            admission = self.admission = self.admission or Admission(frozenset(joiners), _HELD * timeout_s)
+            admission = self.admission = self.admission or Admission(frozenset(joiners), timeout_s)
             if admission.joiners != frozenset(joiners):
                 raise ProtocolError(
                     f"all ranks must admit the same joining workers, got {sorted(joiners)} from rank {rank}, others "
@@ -117,7 +116,7 @@ class Elastic:
         if admission.over or not admission.called >= set(self._state.roster.view.ranks):
             return admission.over
         admission.before = self._state.roster.view.ranks
-        view, effects = self._state.roster.admit(admission.joiners, time.monotonic(), admission.trial_s)
+        view, effects = self._state.roster.admit(admission.joiners, time.monotonic(), admission.limit_s)
         if view.ranks != admission.before:
             self._state.shard.set_view(view)
             for _, item in self._state.shard.slices():
@@ -179,20 +178,13 @@ class Elastic:
 
     def lose_overdue(self, undeclared: Collection[int]) -> None:
         """Loses those on trial for which others wait after their time, such as the `undeclared`."""
-        state, now_s = self._state, time.monotonic()
+        state = self._state
         with state.changed:
-            overdue, trial = set[int](), state.roster.on_trial()
-            if trial:
-                awaited = {*undeclared, *(rank for _, item in state.shard.slices() for rank in item.missing())}
-            for rank in trial:
-                member = state.roster.members[rank]
-                if rank not in awaited or member.step != member.trial_step:
-                    member.trial_step, member.trial_until_s = member.step, now_s + member.trial_s
-                elif now_s > (member.trial_until_s or now_s):
-                    overdue.add(rank)
-                if now_s > member.trial_over_s:
-                    member.trial_until_s = None
-        for rank in sorted(overdue):
+            if not state.roster.on_trial():
+                return
+            awaited = {*undeclared, *(rank for _, item in state.shard.slices() for rank in item.missing())}
+            overdue = state.roster.overdue(awaited, time.monotonic())
+        for rank in overdue:
             self.lose(
                 rank,
                 "was let in, and has not come to its first step in time, for which the others wait: a tenth of "

@@ -55,7 +55,7 @@ class Joined(NamedTuple):
 class Job:
     """All a pserver knows of one job; any thread. A failure ends it for all members: calls raise it from then on.
 
-    `notify`: see `on_job` of `ParameterServer`.
+    `tell`: see `on_job` of `ParameterServer`.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Rounds:
         if not header.flags & LOOKUP:  # lookups may be prefetches
             member.step = max(member.step, header.step)
             if not bucket.spec.occasional:
-                member.trial_until_s = None
+                member.trial = None
         member.wait_s += wait_ns / 1e9 if header.step else 0  # not in the first step, before which graphs are built
         if answers:
             self._state.send(answers)
