@@ -190,9 +190,11 @@ class Roster:
         found = []
         for rank in sorted(self.on_trial()):
             member = self.members[rank]
-            if member.trial is not None and member.trial.is_overdue(member.step, rank in awaited, now_s):
+            if (trial := member.trial) is None:  # its first step has come just now
+                continue
+            if trial.is_overdue(member.step, rank in awaited, now_s):
                 found.append(rank)
-            if member.trial is not None and member.trial.is_over(now_s):
+            if trial.is_over(now_s):
                 member.trial = None
         return found
 
