@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import traceback
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +61,18 @@ _LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: position for position, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test shows where all threads of tfps are: one may have waited for another, in this process."""
+    report = yield
+    if call.when == "call" and report.failed:
+        for identity, frame in sys._current_frames().items():
+            name = next((thread.name for thread in threading.enumerate() if thread.ident == identity), "")
+            if "/tfps/" in (text := "".join(traceback.format_stack(frame))):
+                report.sections.append((f"thread {name}", text))
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -70,6 +70,26 @@ def test_threads_are_daemons_used_again_and_no_more_than_the_limit() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pool_")]
 
 
+def test_a_call_waits_for_a_thread_while_the_system_gives_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, go_on = DaemonPool(2, "pool"), threading.Event()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.submit(print)
+    first = pool.submit(go_on.wait, jobs.DEADLINE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        second = pool.submit(divmod, 7, 2)
+    assert not second.done()
+    go_on.set()
+    assert first.result(jobs.DEADLINE_S) and second.result(jobs.DEADLINE_S) == (3, 1)
+    pool.shutdown()
+
+
 def test_a_process_ends_although_a_thread_waits_for_ever() -> None:
     program = (
         "import threading; from tfps.threads import DaemonPool, Flag\n"

@@ -63,6 +63,17 @@ def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.E
     return future.result()
 
 
+def finalize(call: Callable[[], object]) -> None:
+    """Runs what finalizes an object and may wait: on the main thread at once, else on a thread of its own.
+
+    The garbage collector runs on any thread: one that holds a lock, or delivers the reply that `call` waits for.
+    """
+    if threading.current_thread() is threading.main_thread():
+        call()
+    else:
+        threading.Thread(target=call, name="tfps-finalize").start()
+
+
 class Heartbeat:
     """A daemon thread that calls `beat` every second until that returns False or `stop` is called.
 
@@ -118,8 +129,14 @@ class DaemonPool(Executor):
             self._work.put(call)
             if not self._idle.acquire(blocking=False) and len(self._threads) < self.limit:
                 name = f"{self._name}_{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-                self._threads[-1].start()
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads of the system: one of these takes it once it is free
+                    if not self._threads:
+                        raise
+                else:
+                    self._threads.append(thread)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

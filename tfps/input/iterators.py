@@ -17,6 +17,7 @@ from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.tf_private import CompositeTensor, distribute_utils, ops, values
 from tfps.input.batch_agreement import CLOSED, BatchAgreement, IteratorProgress, Request
 from tfps.input.staging import END, GO, TOKEN, Feed, Stage, Staging, stagings
+from tfps.threads import finalize
 from tfps.types import Batches, Structure
 
 _BEGINS, _NONE = -3, -2  # sent in place of the number of rows of the next batch
@@ -80,7 +81,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
     ) -> None:
         self._spec, self._tokens, self._number, self._feed = spec, tokens, number, feed
         if feed is not None:
-            weakref.finalize(self, feed.stop).atexit = False
+            weakref.finalize(self, finalize, feed.stop).atexit = False
 
     _type_spec = property(lambda self: self._spec)
 

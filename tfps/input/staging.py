@@ -220,7 +220,7 @@ class Feed:
         with tf.init_scope(), tf.device(HOST):
             room = 1000 if staging.agreement is not None else 1 if hands_out else staging.depth - 1
             self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [len(self._unknown)]], name="tfps_batches")
-        # Simple queues: `stop` may run in a finalizer, on any thread.
+        # Simple queues: `stop` may run in a finalizer, in the middle of anything.
         self._room: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._allowed: queue.SimpleQueue[int] | None = None
         self._progress: IteratorProgress | None = None
@@ -253,7 +253,7 @@ class Feed:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, which removes what it has staged. Any thread or finalizer may call it.
+        """Ends the thread, which removes what it has staged. Any thread may call it; a finalizer, on the main thread.
 
         So it takes no lock but, briefly, that of `Staging`, which is reentrant. The thread gets the room that it waits
         for: TensorFlow logs a warning for whatever is cancelled.

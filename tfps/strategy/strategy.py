@@ -35,6 +35,7 @@ from tfps.strategy.extended import Extended
 from tfps.strategy.patches import install_all
 from tfps.strategy.preemption import leave_on_sigterm
 from tfps.strategy.tasks import resolver_of
+from tfps.threads import finalize
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.embedded import EmbeddedExchange
@@ -462,10 +463,7 @@ def _forget(connection: _Connection, user: int) -> None:
                 ends = connection.users[user].pop_all()
             ends.close()
 
-    if threading.current_thread() is threading.main_thread():
-        end()
-    else:  # the garbage collector may run on the very thread that delivers the replies close waits for
-        threading.Thread(target=end, name="tfps-close").start()
+    finalize(end)
 
 
 def close_all(failure: BaseException | None = None) -> None:
