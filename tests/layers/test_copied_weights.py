@@ -6,10 +6,12 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from jobs import Cluster
 
 import tfps
@@ -25,7 +27,7 @@ KINDS: dict[str, Callable[[], Layer]] = {
     "fixed": lambda: tfps.layers.Embedding(ROWS, DIM, embeddings_initializer="ones", name="embedding"),
     "any": lambda: tfps.layers.Embedding(None, DIM, embeddings_initializer="ones", name="embedding"),
 }
-KIND = pytest.mark.parametrize("kind", ["fixed", "any"])
+KIND = pytest.mark.parametrize("kind", [pytest.param("fixed", marks=pytest.mark.long), "any"])
 
 
 def built(kind: str) -> Model:
@@ -115,6 +117,17 @@ def test_what_has_no_rows_is_not_assigned() -> None:
         with pytest.raises(UnsupportedError, match="load_rows"):
             assign()
     np.testing.assert_array_equal(rows_of(model), rows)
+
+
+def test_no_program_reads_the_variable_of_a_table_as_if_it_had_rows(tmp_path: Path) -> None:
+    model = built("fixed")
+    model.fit(X, Y, **OPTIONS)
+    variable = model.layers[1].trainable_variables[0]
+    for read in (np.asarray, keras.ops.convert_to_numpy, tf.convert_to_tensor, tf.reduce_sum):
+        with pytest.raises(UnsupportedError, match="read rows by embeddings"):
+            read(variable)
+    with pytest.raises(UnsupportedError, match="histogram_freq=0"):
+        model.fit(X, Y, callbacks=[keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)], **OPTIONS)
 
 
 def test_parameters_are_those_of_rows(cluster: Cluster) -> None:

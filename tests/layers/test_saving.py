@@ -249,6 +249,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.long
 def test_nothing_of_the_size_of_a_table_is_on_a_worker_or_in_a_file(cluster: Cluster, tmp_path: Path) -> None:
     """The table has 3.2 GB of rows and as many of slots; most of them are never touched."""
     address, path = cluster.pserver(1, max_memory=2**40).address, tmp_path / "model.keras"

@@ -210,6 +210,20 @@ class TableVariable(keras.Variable, UpdatesItself):
         else:
             self.table.go_back(said["name"], seed if said["name"] == _INITIAL else "")
 
+    def __tf_tensor__(self, dtype: Argument = None, name: str | None = None) -> tf.Tensor:
+        raise self._without_content
+
+    def __array__(self, dtype: Argument = None) -> Array:
+        raise self._without_content
+
+    @property
+    def _without_content(self) -> UnsupportedError:
+        """For whoever reads a variable of each layer, as TensorBoard does for its histograms."""
+        return UnsupportedError(
+            f"the rows of table {self.path!r} are on pservers, and the variable that stands for them has no content: "
+            "read rows by embeddings (all) or read_rows(ids) of the layer, and give TensorBoard histogram_freq=0"
+        )
+
     def _serialize_to_tensors(self) -> Structure:
         raise self._not_in_checkpoints
 
