@@ -42,7 +42,7 @@ EXPECTED = {
 UNNOTICED = ("unnoticed", "late alone")
 QUICK = [
     *("set_weights", "iterations", "eager"),
-    *("late learning_rate", "late slot", "late frozen", "late draw", "late evaluated", "late closed"),
+    *("late learning_rate", "late draw", "late closed"),
 ]
 
 

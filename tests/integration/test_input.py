@@ -13,8 +13,8 @@ import pytest
 from tfps.types import Json
 
 # The first job belongs to the quick suite, the second is long.
-QUICK = ["fit", "several steps", "loop", "without any", "failing"]
-LONG = ["not counted", "in function", "accumulation", "eager", "empty", "unstaged", "unstaged loop"]
+QUICK = ["fit", "loop", "without any", "failing"]
+LONG = ["several steps", "not counted", "in function", "accumulation", "eager", "empty", "unstaged", "unstaged loop"]
 EACH = pytest.mark.parametrize(
     "program",
     [*(name for name in QUICK if name != "failing"), *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
@@ -94,6 +94,7 @@ def test_an_error_of_one_workers_pipeline_ends_all_at_that_step(found: Found) ->
     assert "ArithmeticError: the disk is on fire" in two["error"]
 
 
+@pytest.mark.long
 def test_batches_lie_on_the_device_that_uses_them() -> None:
     (output,) = processes.outputs([processes.start("staged_devices.py", environment={})])
     assert "staged" in output

@@ -37,6 +37,7 @@ def check(where: Path, results: list[tuple[int, str]], *when: str) -> None:
         np.testing.assert_allclose(first[name], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_fit_after_an_interruption_at_the_same_step_of_all_ranks_does_what_plain_keras_does(
     addresses: list[str], tmp_path: Path
 ) -> None:

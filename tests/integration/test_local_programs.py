@@ -18,8 +18,8 @@ from tfps.types import Value
 
 pytestmark = pytest.mark.timeout(600)
 DILOCO = {"TFPS_MODE": "diloco", "TFPS_INNER_STEPS": "4", "TFPS_SLICE_BYTES": "4096"}
-QUICK = ["evaluated_and_saved", "custom_loop", "loss_scaling", "no_backup_yet", "refused"]
-LONG = ["saved_by_one_rank", "backup", "traced", "epoch_without_batches"]
+QUICK = ["evaluated_and_saved", "custom_loop", "refused"]
+LONG = ["loss_scaling", "no_backup_yet", "saved_by_one_rank", "backup", "traced", "epoch_without_batches"]
 COMPRESSED = {"TFPS_COMPRESSION": "int8", "TFPS_DETERMINISTIC": "1", "TFPS_STEP_TIMEOUT_S": "60"}
 Results = list[dict[str, dict[str, Value]]]  # of each rank: what each program ends with
 

@@ -20,8 +20,11 @@ BITWISE = ["fitted", "accumulated", "uneven", "decayed", "eagerly", "several_ste
 WHO = {"uneven": "rank 0", "without_run": "rank 0, rank 1"}  # in the last one all ranks read the same
 # By their names, settings and programs of a job.
 JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
-    "skip": ({**SMALL, **SKIP}, ["fitted", "accumulated", "uneven", "named", "too_large", "large_mean", "scaled"]),
-    "skip, more": ({**SMALL, **SKIP}, ["decayed", "eagerly", "several_steps", "sparse", "without_run"]),
+    "skip": ({**SMALL, **SKIP}, ["uneven", "named", "too_large", "large_mean", "scaled"]),
+    "skip, more": (
+        {**SMALL, **SKIP},
+        ["fitted", "accumulated", "decayed", "eagerly", "several_steps", "sparse", "without_run"],
+    ),
     "two devices": ({**SMALL, **SKIP, "DEVICES": "2"}, ["fitted", "accumulated", "eagerly", "sparse"]),
     "server": ({**SMALL, **SKIP, "TFPS_UPDATE": "server"}, ["eagerly", "accumulated", "fitted"]),
     "int8": ({**SMALL, **SKIP, "TFPS_COMPRESSION": "int8"}, ["fitted"]),

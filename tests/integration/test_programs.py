@@ -25,8 +25,9 @@ pytestmark = pytest.mark.timeout(1200)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_steps": (
-        ["loop_function", "logs_that_differ"],
+        ["loop_function"],
         [
+            "logs_that_differ",
             "guide_steps",
             "without_call",
             "own_logs",
@@ -39,7 +40,7 @@ PROGRAMS = {
     ),
     "programs_named": (["named"], ["not_named"]),
     "programs_loops": ([], ["loop_divided", "loop_alike"]),
-    "programs_metrics": (["built_in_metrics", "states"], ["metrics_that_do_not_add_up"]),
+    "programs_metrics": (["states"], ["built_in_metrics", "metrics_that_do_not_add_up"]),
     "programs_training": (
         ["predicted_on_one_rank", "captured_constant"],
         [
@@ -77,9 +78,9 @@ PROGRAMS = {
         ],
     ),
     "programs_saving": (
-        ["saved_in_epochs"],
+        [],
         [
-            "backup_shared",
+            *("saved_in_epochs", "backup_shared"),
             *("checkpoints_shared", "checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard"),
             "tensorboard_shared",
             *("csv_appended", "monitored", "tf_checkpoint", "weights_set", "weights_set_on_one_rank"),

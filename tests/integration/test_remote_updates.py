@@ -16,10 +16,10 @@ QUICK = [
     ("programs_remote", "saved_by_one_rank"),
     ("programs_remote", "slots_loaded"),
     ("programs_remote", "finished_and_run_again"),
-    ("programs_precision", "loss_scaling"),
-    ("programs_saving", "backup_shared"),
 ]
 LONG = [
+    ("programs_precision", "loss_scaling"),
+    ("programs_saving", "backup_shared"),
     ("programs_precision", "accumulation"),
     *(("programs_steps", name) for name in ("loop_function", "guide_steps", "gan", "own_train_step", "loop_eager")),
     *(

@@ -96,7 +96,7 @@ CLOSE: dict[str, Build] = {
 LONG = {
     *("SGD", "SGD momentum", "Nadam", "Lion", "Ftrl", "schedule", "global_clipnorm", "weight decay"),
     *("average", "average that overwrites", "loss scale", "RMSprop", "accumulation", "clipnorm", "Adagrad", "Adamax"),
-    *("Adam", "AdamW"),
+    *("Adam", "AdamW", "SGD Nesterov", "clipvalue", "RMSprop centered"),
 }
 
 
@@ -126,7 +126,10 @@ def test_weights_of_the_others_are_within_a_millionth_after_50_steps(here: tfps.
 
 @pytest.mark.parametrize(
     "build",
-    [training.batch_normalization, pytest.param(training.embedding_dense, marks=pytest.mark.long), training.lstm],
+    [
+        training.batch_normalization,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (training.embedding_dense, training.lstm)),
+    ],
 )
 def test_models_with_statistics_loops_and_dense_embeddings_end_bitwise_equal(
     served: tfps.Strategy, build: training.Build

@@ -203,12 +203,13 @@ def train_slowly(text: str, rank: int) -> str:
     return text.replace("    fit = model.fit(", "    model.optimizer.learning_rate = 0.01\n    fit = model.fit(")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
         (add_to_a_weight, "ranks differ in weights"),
-        pytest.param(keep_own_logs, "history", marks=pytest.mark.long),
+        (keep_own_logs, "history"),
     ],
 )
 def test_a_planted_fault_is_found(change: Callable[[str, int], str], kind: str, pool: Pool) -> None:

@@ -91,7 +91,8 @@ def test_sparse_double_and_integer_values_travel_as_they_are(start: Start) -> No
     assert total.numpy().tolist() == [1.0] * 10_000
 
 
-@pytest.mark.parametrize("half", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_half_precision_gradients_travel_as_they_are_in_their_own_codec(start: Start, half: str) -> None:
     """Then nothing is rounded: with one worker, the weights are bitwise those of no compression."""
     ends = []
