@@ -255,6 +255,38 @@ def test_pservers_keep_parameters_and_slots_while_a_worker_joins(updating: Job) 
         assert summed(reply.wait()).tolist() == [-0.5 - 0.25 - 0.75] * 750
 
 
+def has_come(asking: Worker, worker: Worker) -> bool:
+    """Whether others wait for other ranks than `worker` on all pservers, each of which has a part of the parameters."""
+    request = pb.WaitingRequest(**asking.client.me, bucket=3)
+    replies = [each.call("Waiting", request, jobs.DEADLINE_S) for each in asking.client.pservers]
+    me = f"rank {worker.rank} "
+    return all(each.missing and not any(rank.startswith(me) for rank in each.missing) for each in replies)
+
+
+@pytest.mark.parametrize("first", ["the joining worker", "another one"])
+def test_a_joining_worker_with_other_step_scalars_ends_alone(updating: Job, first: str) -> None:
+    joiner = updating.joiner()
+    joiner.declare([PARAMETERS])
+    updating.admit(joiner)
+    together = [*updating.workers, joiner]
+    if first == "the joining worker":
+        together.reverse()
+    replies: list[Pending] = []
+    for worker in together:
+        rate = 0.5 if worker is joiner else 0.25
+        replies.append(Pending())
+        worker.push(3, ONES, replies[-1], step_scalars=StepScalars(0, (1.0, rate), wrote=False).pack())
+        if worker is together[0]:
+            poll(functools.partial(has_come, updating.workers[0], worker))
+    found = [summed(r.wait()).tolist() for worker, r in zip(together, replies, strict=True) if worker is not joiner]
+    assert found[0] == found[1]
+    # Its gradient counts, as that of any lost worker, where it has come.
+    assert set(found[0]) <= ({-1.5} if first == "the joining worker" else {-1.25, -1.5})
+    poll(lambda: joiner.failure is not None)
+    assert isinstance(joiner.failure, JoinError), joiner.failure
+    assert updating.workers[0].view.ranks == (0, 1)
+
+
 def test_who_joins_as_the_first_writes_what_all_have_assigned(updating: Job) -> None:
     updating.workers[0].close("SIGTERM")
     (left,) = updating.workers = updating.workers[1:]

@@ -101,6 +101,7 @@ class Roster:
         self.incarnation = ""
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}  # why nobody has a rank: what became of those that the others went on without
+        self.ends: dict[int, TfpsError] = {}  # by rank: with what the last one ends that the others went on without
         self.changes: deque[str] = deque(maxlen=_MAX_CHANGES)  # of the view, with their reasons
         self.left, self.joined = 0, 0  # how many the others went on without, and how many came to a job under way
         self._job = job
@@ -143,6 +144,7 @@ class Roster:
         if rank in self.view.ranks:
             self.lost.pop(rank, None)  # another one had it before the job began
         self.members[rank] = Member(rank, applicant, now_s)
+        self.ends.pop(rank, None)
         return self.members[rank]
 
     def _resume(self, resumed: Resumed) -> None:
@@ -181,6 +183,11 @@ class Roster:
     def on_trial(self) -> set[int]:
         """Ranks that the others have let in and that have not taken a step yet: what they do wrong ends them alone."""
         return {rank for rank in self.view.ranks if rank in self.members and self.members[rank].trial is not None}
+
+    def end_trials(self) -> None:
+        """A step of all is done."""
+        for rank in self.on_trial():
+            self.members[rank].trial = None
 
     def overdue(self, awaited: Collection[int], now_s: float) -> list[int]:
         """Ranks on trial that have held those who wait for the `awaited` for too long; to be asked every now and then.
@@ -223,6 +230,7 @@ class Roster:
         error: TfpsError = WorkerLostError(f"the other workers went on without this one: {loss.why}")
         if member.trial is not None and how is not How.SUSPECTED:
             error = JoinError(f"this worker cannot join the job under way, which goes on without it: {loss.why}")
+        self.ends[rank] = error
         forget = Forget(rank, error)
         if not self.begun:
             self.view = View.first(self.started, len(self.view.pservers), self.view.workers)

@@ -95,7 +95,7 @@ class Declarations:
             if declaration.agreed:
                 return
             if rank in (departed := members.departed()) or rank not in members.members:
-                raise ClosedError("the worker has left the job, or was lost")
+                raise members.ends.get(rank, ClosedError("the worker has left the job, or was lost"))
             late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
             if lost := [members.members[r] for r in late if r in departed]:

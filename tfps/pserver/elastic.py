@@ -47,14 +47,15 @@ class Elastic:
         self._training = 0  # that members have said they are in
 
     def check_present(self, rank: int, uid: str) -> None:
-        """Raises WorkerLostError if the others went on without worker `uid` of `rank`, which may not know that."""
+        """Raises with what worker `uid` of `rank` ends, if the others went on without it, which it may not know."""
         with self._state.changed:
             members = self._state.roster
             member = members.members.get(rank)
             if member is not None and uid not in ("", member.applicant.uid):
                 raise WorkerLostError(f"the other workers went on without this one: {member} has its place")
             if rank in members.lost and member is None:
-                raise WorkerLostError(f"the other workers went on without this one: {members.lost[rank]}")
+                lost = WorkerLostError(f"the other workers went on without this one: {members.lost[rank]}")
+                raise members.ends.get(rank, lost)
 
     def is_current(self, rank: int, queue: SendQueue) -> bool:
         """Whether `queue` is that of `rank`: not of a worker that has been lost, whose last frames may come later."""
@@ -175,6 +176,12 @@ class Elastic:
         with self._state.changed:
             on_trial = rank in self._state.roster.on_trial()
         return on_trial and self.lose(rank, why)
+
+    def lose_differing(self, rank: int, why: str) -> list[int]:
+        """Loses `rank`, which differs from another one, if it is on trial, else those that are; returns whom."""
+        with self._state.changed:
+            on_trial = self._state.roster.on_trial()
+        return [each for each in sorted({rank} & on_trial or on_trial) if self.lose(each, why)]
 
     def lose_overdue(self, undeclared: Collection[int]) -> None:
         """Loses those on trial for which others wait after their time, such as the `undeclared`."""

@@ -332,8 +332,12 @@ class Session:
         try:
             take(self.rank, *frame)
         except MismatchError as error:
-            if not self._job.elastic.lose_on_trial(self.rank, f"differs from the others: {error}"):
+            lost = self._job.elastic.lose_differing(self.rank, f"differs from the others: {error}")
+            if not lost:
                 self._job.fail(error)
+            elif self.rank not in lost:  # who is lost had come first
+                self._job.rounds.forget_scalars(lost)
+                self._take(take, *frame)
 
     def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
         """Takes the pushes that `receive` brings, to the end."""

@@ -13,7 +13,7 @@ from tfps.errors import MismatchError, ProtocolError, WaitTimeoutError
 from tfps.exchange.interface import declared
 from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.shard import OwnedBucket
-from tfps.pserver.slices import OwnedSlice, Push, SumSlice
+from tfps.pserver.slices import OwnedSlice, Push, RoundScalars, SumSlice
 from tfps.pserver.state import JobState
 from tfps.pserver.table_slice import TableSlice
 from tfps.wire import frames
@@ -56,8 +56,8 @@ class Rounds:
         answers, wait_ns = item.take(Push(rank, header, payload, target), bucket.next)
         if not header.flags & LOOKUP:  # lookups may be prefetches
             member.step = max(member.step, header.step)
-            if not bucket.spec.occasional:
-                member.trial = None
+            if answers and not bucket.spec.occasional:  # a step of all: nobody differs
+                self._state.roster.end_trials()
         member.wait_s += wait_ns / 1e9 if header.step else 0  # not in the first step, before which graphs are built
         if answers:
             self._state.send(answers)
@@ -84,6 +84,12 @@ class Rounds:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no update, got step scalars for one")
         if (error := bucket.scalars.take(rank, header.step, payload)) is not None:
             raise error
+
+    def forget_scalars(self, ranks: Collection[int]) -> None:
+        """Forgets what ranks have sent for the current step, which others have not: they have been lost."""
+        for bucket in self._state.shard.buckets:
+            if isinstance(bucket.scalars, RoundScalars):
+                bucket.scalars.forget(ranks)
 
     @property
     def most_under_way(self) -> int:

@@ -323,6 +323,12 @@ class RoundScalars:
             self._by_rank[rank] = scalars
         return None
 
+    def forget(self, ranks: Collection[int]) -> None:
+        """As if `ranks` had sent nothing for the current step."""
+        with self._lock:
+            for rank in ranks:
+                self._by_rank.pop(rank, None)
+
     def share(self, ranks: Collection[int], view: View) -> float:
         """By what the sum of the current step is multiplied, if it has the pushes of `ranks`; see `MEAN`."""
         if WEIGHT not in self.spec.scalars:
