@@ -21,6 +21,7 @@ from typing import NamedTuple
 import faults
 import keras
 import lossy
+import numpy as np
 import tensorflow as tf
 import training
 from jobs import poll
@@ -28,7 +29,7 @@ from jobs import poll
 import tfps
 from tfps.input.batch_agreement import BatchAgreement, IteratorProgress
 from tfps.recovery.pushing import Pushing
-from tfps.types import Argument, Json
+from tfps.types import Argument, Json, Model
 from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.worker import Worker
 
@@ -141,6 +142,18 @@ def cut(folder: Path) -> None:
     poll((folder / f"out{os.getpid()}").exists)
 
 
+def compiled(kind: str) -> Model:
+    model = lossy.build_with_table() if "table" in kind else lossy.build()
+    model.compile(lossy.OPTIMIZERS["adam" if "adam" in kind else "sgd"](), lossy.LOSS, metrics=["accuracy"])
+    return model
+
+
+def weights_of(model: Model) -> list[np.ndarray]:
+    """Those of its table last: its rows."""
+    rows = lossy.rows_of(model)
+    return [*model.layers[-1].get_weights(), *rows] if rows else model.get_weights()
+
+
 def train(folder: Path, task: Task) -> None:
     rank, epochs = int(os.environ["TFPS_RANK"]), int(os.environ["EPOCHS"])
     note(folder, rank, task.number)
@@ -154,8 +167,7 @@ def train(folder: Path, task: Task) -> None:
         poll((folder / f"end{task.not_before}").exists)
     strategy = tfps.Strategy()
     with strategy.scope():
-        model = lossy.build()
-        model.compile(lossy.OPTIMIZERS["adam" if "adam" in task.kind else "sgd"](), lossy.LOSS, metrics=["accuracy"])
+        model = compiled(task.kind)
     x, y = training.digits(lossy.SAMPLES)
     more: dict[str, Argument] = {"epochs": epochs, "verbose": 0}
     more["callbacks"] = [Story(folder, strategy, task), *callbacks]
@@ -167,7 +179,7 @@ def train(folder: Path, task: Task) -> None:
         model.fit(**data, **{**more, "epochs": FIRST_STAGE})
         more["initial_epoch"] = FIRST_STAGE
     history = model.fit(**data, **more).history
-    found = {"weights": model.get_weights(), "ranks": strategy._runtime.exchange.places, "history": history}
+    found = {"weights": weights_of(model), "ranks": strategy._runtime.exchange.places, "history": history}
     strategy.close()
     (folder / f"rank{rank}-{task.number}.pickle").write_bytes(pickle.dumps(found))
 
@@ -225,7 +237,12 @@ def plain(folder: Path) -> None:
         return ((offset, nbytes) for offset, nbytes, ranks in of_bucket[number, bucket] if each not in ranks)
 
     divided = [ranks for _, ranks in sorted(batches.items())]
-    weights = lossy.without("adam" if "adam" in kind else "sgd", steps, divided, names, lacking)
+    if "table" in kind:  # nothing is missing
+        model = compiled(kind)
+        model.fit(x, y, batch_size=lossy.BATCH, epochs=lossy.EPOCHS, shuffle=False, verbose=0)
+        weights = weights_of(model)
+    else:
+        weights = lossy.without("adam" if "adam" in kind else "sgd", steps, divided, names, lacking)
     (folder / "plain.pickle").write_bytes(pickle.dumps(weights))
     assert {step for step, *_ in slices} == set(range(len(steps)))
     lost = {(step, rank) for (step, *_), ranks in slices.items() for rank in divided[step] if rank not in ranks}

@@ -91,6 +91,7 @@ def test_who_comes_back_ends_as_plain_keras(cluster: Cluster, tmp_path: Path, ca
     assert all([line.split(",")[0] for line in each] == ["epoch", *"0123"] for each in logs), logs
 
 
+@pytest.mark.long
 def test_who_comes_back_where_a_lower_rank_is_gone_ends_as_plain_keras(cluster: Cluster, tmp_path: Path) -> None:
     """Its place among those that take part is not its number."""
     results = back(cluster, tmp_path, "two", "2 1 1 2", workers=3, GOES="0 1 0 4")

@@ -366,6 +366,27 @@ def independent(job: Job) -> Results:
     return {f"ranks {name}": each for name, each in found.items()}
 
 
+def best(job: Job) -> Results:
+    """Workers step by themselves until the validation gets worse, and go back to the epoch in which it was best."""
+    x, y = data(240)
+    made: list[Layer] = []
+
+    def build() -> Model:
+        made.extend([table(), table(None, optimizer=OPTIMIZERS["adagrad"]())])
+        return words_model(*made)
+
+    model = compiled(job, build, OPTIMIZERS["adam"])
+    y = x[:, 0] % 10
+    others = x[:24], (y[:24] + np.arange(24) % 2) % 10  # of which half are as in training
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+    more = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    fit = model.fit(x, y, epochs=60, validation_data=others, callbacks=[stop], **more)
+    assert 0 < stop.best_epoch < stop.stopped_epoch, (stop.best_epoch, stop.stopped_epoch)
+    found = model.evaluate(*others, batch_size=BATCH, verbose=0)
+    np.testing.assert_allclose(found, fit.history["val_loss"][stop.best_epoch], rtol=1e-5)
+    return {f"ranks {name}": each for name, each in rows_of(*made).items()}
+
+
 def lost(job: Job) -> Results:
     """The last rank dies in the middle of an epoch."""
 

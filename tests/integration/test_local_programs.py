@@ -94,12 +94,14 @@ def test_workers_have_parameters_of_their_own_until_the_next_exchange(quick: Res
         np.testing.assert_array_equal(end["own before 1/0"], end["saved 1/0"])
 
 
-def test_a_step_that_one_rank_skips_moves_no_exchange(quick: Results) -> None:
-    assert [end["own iterations"] for end in check("loss_scaling", quick)] == [12, 10]
+@pytest.mark.long
+def test_a_step_that_one_rank_skips_moves_no_exchange(long: Results) -> None:
+    assert [end["own iterations"] for end in check("loss_scaling", long)] == [12, 10]
 
 
-def test_slots_are_each_ranks_own_where_there_is_no_backup_to_restore(quick: Results) -> None:
-    one, other = check("no_backup_yet", quick)
+@pytest.mark.long
+def test_slots_are_each_ranks_own_where_there_is_no_backup_to_restore(long: Results) -> None:
+    one, other = check("no_backup_yet", long)
     assert not np.array_equal(one["own slots"], other["own slots"])
 
 

@@ -185,8 +185,9 @@ def test_two_workers_do_what_plain_keras_does_in_more_programs(
     check(name, long(module))
 
 
-def test_logs_that_differ_between_ranks_are_refused_by_name(quick: Results) -> None:
-    for result in quick[1:]:
+@pytest.mark.long
+def test_logs_that_differ_between_ranks_are_refused_by_name(long: Callable[[str], Results]) -> None:
+    for result in long("programs_steps")[1:]:
         text, keys, shape = result["logs_that_differ"]["ranks refused"]
         assert "logs['text']" in text
         assert "['a', 'b0'], rank 1 ['a', 'b1']" in keys

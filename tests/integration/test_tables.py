@@ -164,6 +164,12 @@ def test_workers_that_step_by_themselves_learn_and_then_read_the_same(mode: str,
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_that_step_by_themselves_go_back_to_their_best_epoch(mode: str, tmp_path: Path) -> None:
+    check_alike("best", run(tmp_path, "best", MODES[mode]))
+
+
+@pytest.mark.long
 def test_workers_go_on_without_one_that_dies(tmp_path: Path) -> None:
     results = run(tmp_path, "lost", {**SMALL, "TFPS_MIN_WORKERS": "1"}, workers=3, died=1)
     check_alike("lost", results)

@@ -96,7 +96,7 @@ CLOSE: dict[str, Build] = {
 LONG = {
     *("SGD", "SGD momentum", "Nadam", "Lion", "Ftrl", "schedule", "global_clipnorm", "weight decay"),
     *("average", "average that overwrites", "loss scale", "RMSprop", "accumulation", "clipnorm", "Adagrad", "Adamax"),
-    *("Adam", "AdamW", "SGD Nesterov", "clipvalue", "RMSprop centered"),
+    *("Adam", "AdamW", "SGD Nesterov", "clipvalue", "RMSprop centered", "loss scaling"),
 }
 
 
