@@ -294,7 +294,7 @@ def test_random_programs_end_as_under_plain_keras(pool: Pool, tmp_path: Path) ->
 @pytest.mark.timeout(4000)
 def test_random_programs_end_as_under_plain_keras_where_a_worker_comes_back(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**6)
-    session = Session(minutes=20.0, seed=seed, workers=(2, 3), without=KNOWN, folder=tmp_path, elastic=True)
+    session = Session(minutes=15.0, seed=seed, workers=(2, 3), without=KNOWN, folder=tmp_path, elastic=True)
     session.run()
     assert not session.failures, f"seed {seed}: {session.summary()}"
     assert session.rules["who comes back takes part"], session.summary()
@@ -304,6 +304,6 @@ def test_random_programs_end_as_under_plain_keras_where_a_worker_comes_back(tmp_
 @pytest.mark.timeout(4000)
 def test_many_random_programs_end_as_under_plain_keras(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**6)
-    session = Session(minutes=30.0, seed=seed, without=KNOWN, folder=tmp_path)
+    session = Session(minutes=15.0, seed=seed, without=KNOWN, folder=tmp_path)
     session.run()
     assert not session.failures, f"seed {seed}: {session.summary()}"
