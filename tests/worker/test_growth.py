@@ -46,7 +46,9 @@ def admit(workers: Sequence[Worker], *joiners: Worker) -> None:
     assert [list(ranks or ()) for ranks in found] == [before] * len(found)
 
 
-def test_workers_join_beyond_those_of_the_start_are_lost_and_replaced(cluster: Cluster) -> None:
+def test_workers_join_beyond_those_of_the_start_are_lost_and_replaced(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     addresses = cluster.pservers(2, 2)
     made = cluster.workers(addresses, 2, workers=2, config=GROWS)
     declare(made, GRADIENT)
@@ -59,8 +61,10 @@ def test_workers_join_beyond_those_of_the_start_are_lost_and_replaced(cluster: C
     assert {worker.view.ranks for worker in made} == {(0, 1, 2, 3)}
     exchange(made)
     made.pop(2).close("SIGTERM")
+    poll(lambda: "goes on with 3 of 4 workers" in caplog.text)
     made.pop(0).close("SIGTERM")
     poll(lambda: all(worker.view.ranks == (1, 3) for worker in made))
+    poll(lambda: "goes on with 2 of 3 workers" in caplog.text)  # of those that there were, 2 of them at the start
     exchange(made)
     assert {loss.rank for worker in made for loss in worker.losses.found} == {0, 2}  # and nobody who never was there
     admit(made, again := cluster.worker(addresses, 2, config=GROWS))

@@ -68,7 +68,8 @@ class Presence:
                 self._suspected.add(rank)
             if not self._agree(what):
                 return
-        workers = len(self.view.ranks), self.view.workers
+        left = len(self.view.ranks)
+        workers = left, max(left + 1, self._client.started)  # more may have come since
         level = logging.DEBUG if ended else logging.WARNING  # others' programs soon end, too
         logger.log(level, "tfps: %s; the job goes on with %d of %d workers", what, *workers)
 
