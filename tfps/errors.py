@@ -43,6 +43,9 @@ class ProtocolError(TfpsError):
     """A message violates the protocol: truncated, of unknown type, or with a wrong size, key or step."""
 
 
+_CANNOT_JOIN = "this worker cannot join the job under way, which goes on without it: "
+
+
 class WaitTimeoutError(TfpsError, TimeoutError):
     """A wait timed out; the message says for what and for whom."""
 
@@ -53,6 +56,11 @@ class WorkerLostError(TfpsError):
 
 class JoinError(TfpsError):
     """This worker cannot join the job under way: its training would not be the others', who go on without it."""
+
+    @classmethod
+    def because(cls, why: str) -> JoinError:
+        """Its text says so first, and once."""
+        return cls(f"{_CANNOT_JOIN}{why.removeprefix(_CANNOT_JOIN)}")
 
 
 class InterruptError(TfpsError):

@@ -104,11 +104,16 @@ class _Package:
         """(class, text, module, line) of every error that is made."""
         for path, tree in self._trees.items():
             for node in ast.walk(tree):
-                if isinstance(node, ast.Call) and node.args and (kind := _name(node.func)) in self._kinds:
+                if isinstance(node, ast.Call) and node.args and (kind := self._made(node.func)):
                     for row in self._rows(node):
                         self._row = row
                         for text in self._texts(node.args[0], DEPTH):
                             yield kind, text, path, node.lineno
+
+    def _made(self, called: ast.expr) -> str:
+        """The class of the errors that a call makes: itself, or by a method of its own; "" if of none."""
+        of = called.value if isinstance(called, ast.Attribute) else called
+        return next((name for name in (_name(called), _name(of)) if name in self._kinds), "")
 
     def _rows(self, node: ast.AST) -> list[dict[str, ast.expr]]:
         """What a loop around a node over a table, a constant, gives to its names, row by row; else one without any."""

@@ -342,8 +342,7 @@ class BatchAgreement:
                 taking.append(place)
             except MismatchError as error:
                 if ranks[place] == self._rank:
-                    text = f"this worker cannot join the job under way, which goes on without it: {error}"
-                    raise JoinError(text) from None
+                    raise JoinError.because(str(error)) from None
                 logger.warning("tfps: rank %d cannot join, and the job goes on without it: %s", ranks[place], error)
         taking.sort()
         return [ranks[place] for place in taking], table[taking]

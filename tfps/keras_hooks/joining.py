@@ -144,8 +144,7 @@ def _alone(strategy: BaseStrategy) -> Iterator[None]:
         if strategy.extended.exchange.failure is not None:
             raise
         why = str(error) if isinstance(error, TfpsError) else in_a_line(error)
-        why = why.removeprefix("this worker cannot join the job under way: ")  # of `stages`
-        refusal = JoinError(f"this worker cannot join the job under way, which goes on without it: {why}")
+        refusal = JoinError.because(why)
         strategy.extended.exchange.fail(refusal)
         raise refusal from error
 

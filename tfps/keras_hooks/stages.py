@@ -49,14 +49,14 @@ def result_of(strategy: BaseStrategy, stage: str) -> Json:
             if line.startswith(begin):
                 return from_json(json.loads(line.removeprefix(begin)))
         if others_in > training:
-            raise JoinError(
-                f"this worker cannot join the job under way: the others have gone on from {stage} of the program "
-                "without a result, as after Ctrl-C or another exception that the program catches"
+            raise JoinError.because(
+                f"the others have gone on from {stage} of the program without a result, as after Ctrl-C or another "
+                "exception that the program catches"
             )
         if time.monotonic() > deadline_s:
-            raise JoinError(
-                f"this worker cannot join the job under way: the others have not come to the end of {stage} of the "
-                f"program within {limit_s:.3g} s (rejoin_timeout_s), or the program calls it on some ranks only"
+            raise JoinError.because(
+                f"the others have not come to the end of {stage} of the program within {limit_s:.3g} s "
+                "(rejoin_timeout_s), or the program calls it on some ranks only"
             )
         threading.Event().wait(_ASK_S)
 
@@ -66,9 +66,9 @@ def forget_values(strategy: BaseStrategy, training: int) -> None:
     for reference in strategy.extended.initial_values.agreed:
         if isinstance(variable := reference(), values.MirroredVariable):
             variable.unknown = (
-                f"this worker cannot join the job under way: it reads variable {variable.name!r}, whose value it will "
-                f"get when it takes part, but fit number {training} of the program is over; a worker can come to a "
-                "later stage if nothing reads weights before (predict, evaluate, get_weights, save)"
+                f"it reads variable {variable.name!r}, whose value it will get when it takes part, but fit number "
+                f"{training} of the program is over; a worker can come to a later stage if nothing reads weights "
+                "before (predict, evaluate, get_weights, save)"
             )
 
 
@@ -83,4 +83,4 @@ def check_known(model: Model) -> None:
     """Raises JoinError if a variable of `model` has not its value."""
     for variable in model.variables:
         if why := getattr(variable.value, "unknown", ""):
-            raise JoinError(why)
+            raise JoinError.because(why)

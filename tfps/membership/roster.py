@@ -229,7 +229,7 @@ class Roster:
         loss = self._remove(rank, how, why)
         error: TfpsError = WorkerLostError(f"the other workers went on without this one: {loss.why}")
         if member.trial is not None and how is not How.SUSPECTED:
-            error = JoinError(f"this worker cannot join the job under way, which goes on without it: {loss.why}")
+            error = JoinError.because(loss.why)
         self.ends[rank] = error
         forget = Forget(rank, error)
         if not self.begun:

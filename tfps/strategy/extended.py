@@ -494,9 +494,9 @@ class Extended(mirrored_strategy.MirroredExtended):
     def _cross_replica_key(self) -> tuple[Hashable, ...]:
         self._runtime.used = True
         if self.exchange.joining.pending:
-            raise JoinError(
-                "this worker cannot join the job under way: the program reduces or gathers values of all ranks before "
-                "the fit that the others are in, and they have done so without it"
+            raise JoinError.because(
+                "the program reduces or gathers values of all ranks before the fit that the others are in, and they "
+                "have done so without it"
             )
         return () if tf.executing_eagerly() else self.scheduler.next_reduction("cross-replica")
 

@@ -489,7 +489,7 @@ class GatedVariable(Converted, values.MirroredVariable):
     def _kept(self) -> tf.Tensor | None:
         """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""
         if self.unknown and tf.executing_eagerly():
-            raise JoinError(self.unknown)
+            raise JoinError.because(self.unknown)
         deferral = _tracing.deferral
         if deferral is None or any(self is own or self.owner is own for own in deferral.variables):
             return None
