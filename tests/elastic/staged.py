@@ -166,6 +166,13 @@ with strategy.scope():
         model = dense(16, 1)
         model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
         model.fit(x, y, epochs=3, **{**options, "batch_size": 7, "validation_data": (x[:10], y[:10])})
+    elif KIND == "batches":  # eager steps of its own before
+        model = dense(16, 1)
+        model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
+        for at in range(0, 24, 12):
+            part = at + np.arange(12)[strategy.rank :: strategy.num_workers]
+            model.train_on_batch(x[part], y[part])
+        model.fit(x, y, epochs=3, **options)
     elif KIND == "caught":  # an exception of the program's own, on all ranks
         model = compiled(dense(16, 1))
         fails = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: 1 // 0)

@@ -62,6 +62,8 @@ EQUAL = {
     "a teacher within the step of the second stage": ("distilled", "1 2 1 2"),
     "a frozen encoder and a new head": ("head", "0 2 1 2"),
     "eager steps": ("eager", "1 1 1 2"),
+    "eager steps, before the last of an epoch": ("eager", "1 1 1 7"),
+    "eager steps, after the last of an epoch": ("eager", "1 1 1 8"),
     "two optimizers": ("two", "1 1 1 2"),
     "a table with an optimizer of its own, and rows that are loaded before": ("table", "1 1 1 2"),
     "a schedule that multiplies": ("decays", "1 1 1 2"),
@@ -106,6 +108,12 @@ def test_who_comes_back_where_a_lower_rank_is_gone_ends_as_plain_keras(cluster: 
 REFUSED = {
     "labels that were predicted": ("labels", "1 2 1 2", "", "fit number 1 of the program is over"),
     "a stage that ended with an exception": ("caught", "1 2 1 2", "", "have gone on from fit 1 of the program without"),
+    "eager steps before": (
+        "batches",
+        "1 1 1 2",
+        "",
+        "the program takes a step, or reduces values of all ranks, before",
+    ),
     "another beta": ("here", "1 1 1 2", "beta", "its optimizer differs from the others': beta_1 is 0.8, not 0.9"),
     "other targets": ("here", "1 1 1 2", "data", "a worker that joins must make the batches that the others make"),
     "a variable more": ("here", "1 1 1 2", "variable", "declares what that has not declared"),

@@ -284,6 +284,8 @@ def backed_up(job: Job) -> Results:
     results = []
     for callback in (keras.callbacks.LambdaCallback(on_epoch_begin=stop), keras.callbacks.Callback()):
         model = compiled(job, keras.optimizers.Adam(0.01))
+        with job.scope():  # BackupAndRestore wants a model that is built, which its own step would do
+            model(rows_and_targets(1)[0])
         backup = keras.callbacks.BackupAndRestore(job.shared / "backup")
         try:
             results = [trained(job, dataset(job, 6), model=model, epochs=3, callbacks=(backup, callback))]

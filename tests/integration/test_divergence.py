@@ -31,7 +31,7 @@ EXPECTED = {
     "loop_eager": f"at step [45] of .*{RATE}",
     "unnoticed": "trained",
     "late set_weights": f"{END}\\S*kernel is {SUMS} .*more variables differ",
-    "late learning_rate": f"{END}sgd/{RATE}",
+    "late learning_rate": f"{END}sgd(_\\d+)?/{RATE}",
     "late slot": f"{END}\\S*bias is {SUMS}",
     "late frozen": f"{END}\\S*kernel is {SUMS}",
     "late draw": f"{END}\\S*seed_generator_state is {SUMS}",

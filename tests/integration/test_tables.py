@@ -190,7 +190,7 @@ def refused(folder: Path, program: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("program", "error", "texts"),
     [
-        pytest.param("different", "MismatchError", ["'users/rows' (1, 4)", "(1, 5)"], marks=pytest.mark.long),
+        pytest.param("different", "MismatchError", ["'users/embeddings' (1, 4)", "(1, 5)"], marks=pytest.mark.long),
         pytest.param("too_large", "ConfigError", ["must fit into", "28000000"], marks=pytest.mark.long),
     ],
 )

@@ -247,6 +247,9 @@ class Joining(Protocol):
     @property
     def pending(self) -> bool: ...  # whatever it exchanges comes back to it unchanged
 
+    @property
+    def tries_out(self) -> bool: ...  # in `trying_out`
+
     def lines(self) -> Sequence[str]:
         """The details of the job's declarations without buckets, for a joining worker.
 

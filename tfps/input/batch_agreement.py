@@ -143,6 +143,7 @@ class BatchAgreement:
         self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
         self.places = 0  # of iterators in lockstep so far
         self.admits = False  # whether the program stops between two batches for those who want to join
+        self.evaluates = False  # whether it does not just now, as the program evaluates
         self.joiners: frozenset[int] = frozenset()  # who joins, until the first batch that they take is agreed on
         self._pause: tuple[IteratorProgress, int] | None = None  # the last batch that it takes before it does
         self._failure = ""
@@ -218,7 +219,8 @@ class BatchAgreement:
                 return
             position, progress.asked = progress.asked, progress.asked + 1
             exchanges = self.runtime.exchanges
-            trains = trains or progress.mark not in (None, exchanges)
+            # Who joins comes in the middle of others' training: they know what they do with this iterator.
+            trains = trains or progress.mark not in (None, exchanges) or 0 < position == progress.begin
             progress.mark = exchanges
             meets = eager and progress.meets and position == progress.begin
             together = trains or meets or position < progress.owed
@@ -311,7 +313,7 @@ class BatchAgreement:
             progress.agreed, progress.stops = position + decision.all_have, not decision.all_have
             joining = self.runtime.exchange.joining
             few = len(ranks) < joining.least and not joining.pending
-            if (joins.any() or few) and decision.all_have and self.admits:
+            if (joins.any() or few) and decision.all_have and self.admits and not self.evaluates:
                 self._pause = progress, position
             self._advance(progress)
         if few and not self.admits:
@@ -423,12 +425,17 @@ class BatchAgreement:
         """Sends due announcements whose result is known, in request order.
 
         A position is announced once all ranks have the previous one: a rank that counts its batches never requests
-        one past its last, so other ranks must not announce that one just because they requested it.
+        one past its last, so other ranks must not announce that one just because they requested it. While training
+        pauses, only those of an evaluation are sent.
         """
-        while self._owed and self._stopped is None and self._pause is None:
-            progress, position = self._owed[0]
+        paused = None if self._pause is None else self._pause[0]
+        while self._stopped is None and (paused is None or self.evaluates):
+            due = next((each for each in self._owed if each[0] is not paused), None)
+            if due is None:
+                return
+            progress, position = due
             if progress.stops and position > progress.agreed:
-                self._owed.popleft()
+                self._owed.remove(due)
                 continue
             code = progress.code(position)
             if code is None or position > progress.agreed or progress.place is None or position in progress.held:
@@ -439,9 +446,9 @@ class BatchAgreement:
                     digest = progress.digest_of(key)
                 elif not progress.closed:  # it will be staged soon
                     return
-            self._owed.popleft()
+            self._owed.remove(due)
             place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)
-            joins = self.admits and self.runtime.exchange.joining.notified
+            joins = self.admits and not self.evaluates and self.runtime.exchange.joining.notified
             own = np.array([code, place, rows, digest, joins, batch_digests.HASH], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             self.said.push(own, functools.partial(self._decide, progress, position))

@@ -193,7 +193,10 @@ def _evaluate(original: Function, strategy: BaseStrategy, model: Model, *args: o
         stage = f"evaluate {position.evaluation}"
         if joining.pending:
             return stages.result_of(strategy, stage)
-    with policy.global_parameters(), compared_tables(strategy, model), evaluating:
+    staging, admitting = strategy.extended.staging, contextlib.ExitStack()
+    if staging is not None and staging.agreement is not None:
+        admitting.enter_context(replaced(staging.agreement, "evaluates", True))
+    with policy.global_parameters(), compared_tables(strategy, model), evaluating, admitting:
         result = original(model, *args, **options)
     if stage:
         stages.note(strategy, stage, result)

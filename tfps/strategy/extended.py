@@ -338,6 +338,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         self, reduce_op: tf.distribute.ReduceOp, value: Value, options: object = None
     ) -> Structure:
         flat, count = tf.nest.flatten(value), counted()
+        if tf.executing_eagerly() and not self.exchange.joining.tries_out:
+            self._check_joined("takes a step, or reduces values of all ranks,")
         if len(self._devices) > 1 and tf.executing_eagerly():
             check_one_device(self.policy.setting, 1 if self.policy.together else len(self._devices))
             # In eager mode replica functions run one after the other: only merge_call joins them. It would count an
@@ -493,12 +495,14 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     def _cross_replica_key(self) -> tuple[Hashable, ...]:
         self._runtime.used = True
+        self._check_joined("reduces or gathers values of all ranks")
+        return () if tf.executing_eagerly() else self.scheduler.next_reduction("cross-replica")
+
+    def _check_joined(self, does: str) -> None:
         if self.exchange.joining.pending:
             raise JoinError.because(
-                "the program reduces or gathers values of all ranks before the fit that the others are in, and they "
-                "have done so without it"
+                f"the program {does} before the fit that the others are in, and they have done so without it"
             )
-        return () if tf.executing_eagerly() else self.scheduler.next_reduction("cross-replica")
 
     def _local_results(self, val: Value) -> tuple[Value, ...]:
         return val.values if isinstance(val, GatedVariable) else super()._local_results(val)

@@ -186,7 +186,7 @@ class EmbeddedPeers:
 class NobodyJoins:
     """The `Joining` of a job of one worker."""
 
-    pending = notified = False
+    pending = notified = tries_out = False
     least = 0
 
     def __init__(self, rank: int) -> None:

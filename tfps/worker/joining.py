@@ -122,7 +122,7 @@ class WorkerJoining:
         """From now on it takes part."""
         self._losses.skip(self._view.free)
         self.on_joined()
-        self.trial = None
+        self.trial, self.notified = None, False  # what it was notified of was itself
 
     def joiners(self, training: int) -> list[int]:
         return list(self._client.ready(training).candidates)
