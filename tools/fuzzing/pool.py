@@ -144,7 +144,7 @@ def _depart(departure: Departure, strategy: Argument) -> Callable[[], None]:
 
     def on_end(callbacks: Argument, *args: object, **options: object) -> None:
         end(callbacks, *args, **options)
-        if departure.leaves and callbacks.tfps_fuzzing == departure.batches:
+        if departure.leaves and callbacks.tfps_fuzzing >= departure.batches:  # Ctrl-C may have come at that one
             os.kill(os.getpid(), signal.SIGTERM)
 
     def undo() -> None:
