@@ -185,9 +185,9 @@ class Roster:
         return {rank for rank in self.view.ranks if rank in self.members and self.members[rank].trial is not None}
 
     def end_trials(self) -> None:
-        """A step of all is done."""
-        for rank in self.on_trial():
-            self.members[rank].trial = None
+        """A step of all is done. Called for each slice, without a lock."""
+        for member in list(self.members.values()):
+            member.trial = None
 
     def overdue(self, awaited: Collection[int], now_s: float) -> list[int]:
         """Ranks on trial that have held those who wait for the `awaited` for too long; to be asked every now and then.
