@@ -47,7 +47,7 @@ class Ranks:
         """The answers: rank and its first parameter."""
         step, self.steps[rank] = self.steps[rank], self.steps[rank] + 1
         scalars = StepScalars(mark, (float(step), 1.0), wrote=mark > 0 and rank == 0)
-        assert self.scalars.take(rank, step, memoryview(scalars.pack())) is None
+        assert self.scalars.take(rank, step, memoryview(scalars.pack()), ()) is None
         gradient = memoryview(np.ones(4, np.float32).tobytes())
         return self.values(self.slice.take(Push(rank, Header(Kind.PUSH, step=step), gradient))[0])
 

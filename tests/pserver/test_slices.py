@@ -84,28 +84,35 @@ def test_a_gather_answers_all_ranks_piece_by_piece() -> None:
 
 def test_rank_0_counts_once_all_have_come() -> None:
     numbers = RoundScalars("w", SGD)
-    assert numbers.take(1, 0, packed(rate=0.1 + 1e-9)) is None
-    assert numbers.take(0, 0, packed()) is None
+    assert numbers.take(1, 0, packed(rate=0.1 + 1e-9), (0, 1)) is None
+    assert numbers.take(0, 0, packed(), (0, 1)) is None
     assert numbers.at(0).values == (0.0, 0.1)
-    assert numbers.take(1, 1, packed(1.0)) is None  # it has the whole reply to step 0
+    assert numbers.take(1, 1, packed(1.0), (0, 1)) is None  # it has the whole reply to step 0
     with pytest.raises(ProtocolError, match="must come before the slices of step 0"):
         numbers.at(0)
 
 
 def test_numbers_that_come_twice_or_too_early_are_refused() -> None:
     numbers = RoundScalars("w", SGD)
-    numbers.take(0, 0, packed())
+    numbers.take(0, 0, packed(), (0, 1))
     for step in (0, 2):
         with pytest.raises(ProtocolError, match=f"must come once per step, .* got them for step {step}"):
-            numbers.take(0, step, packed())
+            numbers.take(0, step, packed(), (0, 1))
 
 
 def test_the_first_rank_that_differs_fails_the_job() -> None:
     numbers = RoundScalars("w", SGD)
-    numbers.take(0, 0, packed())
-    error = numbers.take(1, 0, packed(rate=0.2))
+    numbers.take(0, 0, packed(), (0, 1))
+    error = numbers.take(1, 0, packed(rate=0.2), (0, 1))
     assert isinstance(error, MismatchError)
     assert "ranks 0 and 1 have different learning_rate 0.1 and 0.2" in str(error)
+
+
+def test_the_numbers_of_a_lost_rank_that_differ_are_forgotten() -> None:
+    numbers = RoundScalars("w", SGD)
+    numbers.take(0, 0, packed(rate=0.2), (0, 1, 2))
+    assert numbers.take(1, 0, packed(), (1, 2)) is None
+    assert numbers.at(0).values == (0.0, 0.1)
 
 
 def test_a_bucket_takes_memory_for_what_is_kept_of_it() -> None:

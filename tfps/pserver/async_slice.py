@@ -33,7 +33,7 @@ class RankScalars:
         self._latest: dict[int, tuple[int, StepScalars]] = {}
         self._marks: dict[int, int] = {}  # of ranks that have assigned values and wait for others to do so
 
-    def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
+    def take(self, rank: int, step: int, data: memoryview, members: Container[int]) -> TfpsError | None:
         """Takes packed scalars; returns why the job must fail: `rank` has assigned other values than another rank."""
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:

@@ -177,11 +177,17 @@ class Elastic:
             on_trial = rank in self._state.roster.on_trial()
         return on_trial and self.lose(rank, why)
 
-    def lose_differing(self, rank: int, why: str) -> list[int]:
-        """Loses `rank`, which differs from another one, if it is on trial, else those that are; returns whom."""
+    @property
+    def losses(self) -> int:
+        """How many workers the others have gone on without."""
+        return self._state.roster.left
+
+    def lose_differing(self, rank: int, why: str) -> None:
+        """Loses `rank`, which differs from another one, if it is on trial, else those that are."""
         with self._state.changed:
             on_trial = self._state.roster.on_trial()
-        return [each for each in sorted({rank} & on_trial or on_trial) if self.lose(each, why)]
+        for each in sorted({rank} & on_trial or on_trial):
+            self.lose(each, why)
 
     def lose_overdue(self, undeclared: Collection[int]) -> None:
         """Loses those on trial for which others wait after their time, such as the `undeclared`."""

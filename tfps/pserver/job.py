@@ -329,14 +329,15 @@ class Session:
             self._take(self._job.rounds.take_scalars, header, payload)
 
     def _take(self, take: Callable[..., object], *frame: object) -> None:
+        elastic = self._job.elastic
+        losses = elastic.losses
         try:
             take(self.rank, *frame)
         except MismatchError as error:
-            lost = self._job.elastic.lose_differing(self.rank, f"differs from the others: {error}")
-            if not lost:
+            elastic.lose_differing(self.rank, f"differs from the others: {error}")
+            if elastic.losses == losses:
                 self._job.fail(error)
-            elif self.rank not in lost:  # who is lost had come first
-                self._job.rounds.forget_scalars(lost)
+            elif elastic.is_current(self.rank, self.queue):  # who is lost had come first
                 self._take(take, *frame)
 
     def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:

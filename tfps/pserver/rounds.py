@@ -13,7 +13,7 @@ from tfps.errors import MismatchError, ProtocolError, WaitTimeoutError
 from tfps.exchange.interface import declared
 from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.shard import OwnedBucket
-from tfps.pserver.slices import OwnedSlice, Push, RoundScalars, SumSlice
+from tfps.pserver.slices import OwnedSlice, Push, SumSlice
 from tfps.pserver.state import JobState
 from tfps.pserver.table_slice import TableSlice
 from tfps.wire import frames
@@ -82,14 +82,8 @@ class Rounds:
         bucket = self.bucket(header.bucket)
         if bucket.scalars is None:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no update, got step scalars for one")
-        if (error := bucket.scalars.take(rank, header.step, payload)) is not None:
+        if (error := bucket.scalars.take(rank, header.step, payload, self._state.roster.members)) is not None:
             raise error
-
-    def forget_scalars(self, ranks: Collection[int]) -> None:
-        """Forgets what ranks have sent for the current step, which others have not: they have been lost."""
-        for bucket in self._state.shard.buckets:
-            if isinstance(bucket.scalars, RoundScalars):
-                bucket.scalars.forget(ranks)
 
     @property
     def most_under_way(self) -> int:

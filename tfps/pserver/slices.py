@@ -303,8 +303,8 @@ class RoundScalars:
         self._step = step
         self._by_rank: dict[int, StepScalars] = {}
 
-    def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """Takes packed scalars; returns why the job must fail, if another rank's differ from those of `rank`."""
+    def take(self, rank: int, step: int, data: memoryview, members: Container[int]) -> TfpsError | None:
+        """Takes packed scalars; returns why the job must fail, if another member's differ from those of `rank`."""
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
             if step == self._step + 1 and self._by_rank:  # some rank has the whole reply: nobody needs these any more
@@ -314,20 +314,18 @@ class RoundScalars:
                     f"step scalars of bucket '{self.name}' must come once per step, for step {self._step} or the next, "
                     f"got them for step {step}"
                 )
-            for other, theirs in self._by_rank.items():
-                if (what := difference(self.spec.scalars, theirs, scalars)) is not None:
+            for other, theirs in list(self._by_rank.items()):
+                if (what := difference(self.spec.scalars, theirs, scalars)) is None:
+                    continue
+                if other not in members:  # it was lost, maybe as it differs
+                    del self._by_rank[other]
+                else:
                     return MismatchError(
                         f"the workers do not train the same: at step {step} of bucket '{self.name}' ranks {other} and "
                         f"{rank} have different {what}; change them on every rank, and alike"
                     )
             self._by_rank[rank] = scalars
         return None
-
-    def forget(self, ranks: Collection[int]) -> None:
-        """As if `ranks` had sent nothing for the current step."""
-        with self._lock:
-            for rank in ranks:
-                self._by_rank.pop(rank, None)
 
     def share(self, ranks: Collection[int], view: View) -> float:
         """By what the sum of the current step is multiplied, if it has the pushes of `ranks`; see `MEAN`."""
