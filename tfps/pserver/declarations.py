@@ -109,6 +109,8 @@ class Declarations:
     def _compare(self, declaration: Declaration) -> dict[int, str]:
         """Fails the job if what ranks have declared differs; who is on trial is taken out instead: returns why."""
         lines, describe, trial = declaration.lines, self._state.roster.describe, self._state.roster.on_trial()
+        for rank in lines.keys() - set(self._state.roster.view.ranks):  # lost meanwhile, maybe as it differs
+            del lines[rank]
         others = {rank: each for rank, each in lines.items() if rank not in trial} or dict(lines)
         if (difference := first_difference(others, describe)) is not None:
             self._state.fail(MismatchError(difference))
