@@ -43,9 +43,6 @@ class ProtocolError(TfpsError):
     """A message violates the protocol: truncated, of unknown type, or with a wrong size, key or step."""
 
 
-_CANNOT_JOIN = "this worker cannot join the job under way, which goes on without it: "
-
-
 class WaitTimeoutError(TfpsError, TimeoutError):
     """A wait timed out; the message says for what and for whom."""
 
@@ -88,6 +85,7 @@ class UnsupportedError(TfpsError, NotImplementedError):
 OF_JOB = (ConfigError, MismatchError, NonFiniteError, ProtocolError, UnsupportedError)
 REFUSED = 76  # the exit code of a program that a JoinError ends: started again, it would be refused again
 
+_CANNOT_JOIN = "this worker cannot join the job under way, which goes on without it: "
 _INNER = (str(Path(__file__).parent), str(Path(concurrent.futures.__file__).parent))  # folders
 _FAULT, _SAVING = "_tfps_fault", "_tfps_saving"  # mark errors
 _MOST = 400  # characters of an error in a message to other ranks

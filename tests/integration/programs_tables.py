@@ -345,9 +345,8 @@ def not_finite(job: Job) -> Results:
     return {**rows_of(*made), "steps": np.array(steps)}
 
 
-def independent(job: Job) -> Results:
-    """Workers step by themselves: training learns, and all read the same rows once they have met."""
-    x, y = data(240)
+def learnable(job: Job) -> tuple[Model, list[Layer], Array, Array]:
+    """A model of two tables, the tables, words, and labels that can be learnt."""
     made: list[Layer] = []
 
     def build() -> Model:
@@ -355,7 +354,13 @@ def independent(job: Job) -> Results:
         return words_model(*made)
 
     model = compiled(job, build, OPTIMIZERS["adam"])
-    y = x[:, 0] % 10  # which can be learnt
+    x, _ = data(240)
+    return model, made, x, x[:, 0] % 10
+
+
+def independent(job: Job) -> Results:
+    """Workers step by themselves: training learns, and all read the same rows once they have met."""
+    model, made, x, y = learnable(job)
     fit = model.fit(x, y, batch_size=BATCH, epochs=8, shuffle=False, verbose=0)
     assert job.strategy is not None
     job.strategy.synchronize()
@@ -368,15 +373,7 @@ def independent(job: Job) -> Results:
 
 def best(job: Job) -> Results:
     """Workers step by themselves until the validation gets worse, and go back to the epoch in which it was best."""
-    x, y = data(240)
-    made: list[Layer] = []
-
-    def build() -> Model:
-        made.extend([table(), table(None, optimizer=OPTIMIZERS["adagrad"]())])
-        return words_model(*made)
-
-    model = compiled(job, build, OPTIMIZERS["adam"])
-    y = x[:, 0] % 10
+    model, made, x, y = learnable(job)
     others = x[:24], (y[:24] + np.arange(24) % 2) % 10  # of which half are as in training
     stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
     more = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
@@ -394,15 +391,7 @@ def lost(job: Job) -> Results:
         if job.rank == job.workers - 1 and batch == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    x, y = data(240)
-    made: list[Layer] = []
-
-    def build() -> Model:
-        made.extend([table(), table(None, optimizer=OPTIMIZERS["adagrad"]())])
-        return words_model(*made)
-
-    model = compiled(job, build, OPTIMIZERS["adam"])
-    y = x[:, 0] % 10
+    model, made, x, y = learnable(job)
     dies = keras.callbacks.LambdaCallback(on_train_batch_end=die)
     fit = model.fit(x, y, batch_size=BATCH, epochs=6, shuffle=False, verbose=0, callbacks=[dies])
     assert job.strategy is not None

@@ -428,9 +428,8 @@ class BatchAgreement:
         one past its last, so other ranks must not announce that one just because they requested it. While training
         pauses, only those of an evaluation are sent.
         """
-        paused = None if self._pause is None else self._pause[0]
-        while self._stopped is None and (paused is None or self.evaluates):
-            due = next((each for each in self._owed if each[0] is not paused), None)
+        while self._stopped is None and (self._pause is None or self.evaluates):
+            due = next((each for each in self._owed if self._pause is None or each[0] is not self._pause[0]), None)
             if due is None:
                 return
             progress, position = due

@@ -27,7 +27,7 @@ from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks import python_data, stages
 from tfps.keras_hooks.hooks import for_callbacks, replaces
 from tfps.keras_hooks.keras_private import distributed_dataset, has_read
-from tfps.keras_hooks.position import NEVER
+from tfps.keras_hooks.position import NEVER, agreement_of
 from tfps.keras_hooks.training_state import Snapshot, TrainingState, note_begun
 from tfps.types import Batches, Callback, Function, Json, Model, Value
 
@@ -82,8 +82,7 @@ def _begin_batch(
     original: Function, strategy: BaseStrategy, callbacks: Callback, batch: int, *args: object, **options: object
 ) -> None:
     """As `CallbackList.on_epoch_begin`, between two steps."""
-    position, staging = strategy.extended.training, strategy.extended.staging
-    agreement = None if staging is None else staging.agreement
+    position, agreement = strategy.extended.training, agreement_of(strategy)
     if agreement is not None and agreement.taken is not None and position.joins is None:  # else it is still stopped
         _admit(strategy, callbacks, batch)
     original(callbacks, batch, *args, **options)
@@ -93,9 +92,8 @@ def _begin_batch(
 
 
 def _let_others_in(strategy: BaseStrategy, between_steps: bool) -> None:
-    staging = strategy.extended.staging
-    if staging is not None and staging.agreement is not None:
-        staging.agreement.admits = between_steps
+    if (agreement := agreement_of(strategy)) is not None:
+        agreement.admits = between_steps
 
 
 def _join(strategy: BaseStrategy, callbacks: Callback) -> None:

@@ -27,6 +27,7 @@ from tfps.keras_hooks.keras_private import (
     sizes_of_arrays,
     trainer_module,
 )
+from tfps.keras_hooks.position import agreement_of
 from tfps.keras_hooks.python_data import check_generators
 from tfps.types import Batches, Callback, Function, Model
 
@@ -118,8 +119,7 @@ def _catch_stop_iteration(original: Function, epochs: Batches) -> contextlib.Abs
 
     @contextlib.contextmanager
     def within_epoch(epochs: Batches) -> Iterator[None]:
-        sharding, staging = extended.sharding, extended.staging
-        agreement, warn = None if staging is None else staging.agreement, epochs._interrupted_warning
+        sharding, agreement, warn = extended.sharding, agreement_of(strategy), epochs._interrupted_warning
         cut_short = False
 
         def ran_out() -> None:
@@ -158,9 +158,9 @@ def _end_training(
     strategy.extended.policy.end_training()
     original(callbacks, *args, **options)
     strategy.extended.training.end()
-    if (staging := strategy.extended.staging) is not None and staging.agreement is not None:
-        staging.agreement.admits = False
-        staging.agreement.resume()
+    if (agreement := agreement_of(strategy)) is not None:
+        agreement.admits = False
+        agreement.resume()
 
 
 @replaces(keras.Model, "fit", _PROGRAMS)
@@ -193,10 +193,9 @@ def _evaluate(original: Function, strategy: BaseStrategy, model: Model, *args: o
         stage = f"evaluate {position.evaluation}"
         if joining.pending:
             return stages.result_of(strategy, stage)
-    staging, admitting = strategy.extended.staging, contextlib.ExitStack()
-    if staging is not None and staging.agreement is not None:
-        admitting.enter_context(replaced(staging.agreement, "evaluates", True))
-    with policy.global_parameters(), compared_tables(strategy, model), evaluating, admitting:
+    agreement = agreement_of(strategy)
+    within = contextlib.nullcontext() if agreement is None else replaced(agreement, "evaluates", True)
+    with policy.global_parameters(), compared_tables(strategy, model), evaluating, within:
         result = original(model, *args, **options)
     if stage:
         stages.note(strategy, stage, result)

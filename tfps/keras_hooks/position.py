@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from tfps.graph.patches import BaseStrategy
 from tfps.keras_hooks.keras_private import begin_at
 from tfps.types import Argument, Batches, Model
 
 NEVER = 2**31  # an epoch that no training has
+
+
+def agreement_of(strategy: BaseStrategy) -> Argument:
+    """How its ranks agree on batches (`BatchAgreement`); None: nobody else takes any."""
+    staging = strategy.extended.staging
+    return None if staging is None else staging.agreement
 
 
 @dataclasses.dataclass
