@@ -84,7 +84,7 @@ def _build(original: Function, optimizer: Optimizer, variables: Sequence[Variabl
 @replaces(_SCALING, "build", _COMPILING, "as `Optimizer.build`")
 def _build_with_scaling(original: Function, optimizer: Optimizer, variables: Sequence[Variable]) -> object:
     _scaling[optimizer.inner_optimizer] = weakref.ref(optimizer)
-    with _scope_of(variables):
+    with tf.init_scope(), _scope_of(variables):
         built = original(optimizer, variables)
         _prepare(optimizer, itself.others(variables))  # with Keras 3.8 it is not built as other optimizers are
     return built
@@ -157,16 +157,14 @@ def _apply(
     if outside and strategy.extended._num_replicas_in_sync > 1 and policy.exchanges_gradients:
         policy.check_outside_run(len(strategy.extended.worker_devices))
         if not optimizer.built and variables is not None:
-            with strategy.scope():
-                optimizer.build(variables)
+            _built_within(strategy.scope(), optimizer, variables)
         strategy.extended.agree_outside_run()
         with keras_step(trains=True):
             return strategy.run(lambda: _guarded(strategy, original, optimizer, grads, variables))
     with policy.step(optimizer, *_apart(grads, variables)):
         scales = isinstance(optimizer, _SCALING)  # which builds in the scope by itself
         if variables is not None and not optimizer.built and not scales:
-            with _scope_of(variables), keras.name_scope(optimizer.name, caller=optimizer):
-                optimizer.build(variables)
+            _built_within(_scope_of(variables), optimizer, variables)
         return _guarded(strategy, original, optimizer, grads, variables)
 
 
@@ -193,8 +191,7 @@ def _apply_apart(
             f"not, as those of {tables[0].path!r}; use none in a model with tables"
         )
     if not optimizer.built:  # with tables, which later calls may name or not
-        with keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
+        _built_within(contextlib.nullcontext(), optimizer, variables)
     for each in tables:
         each.declare(optimizer)  # which may refuse, before anything is updated
     around = _scaling.get(optimizer, lambda: None)()
@@ -285,6 +282,14 @@ def _scope_of(variables: Sequence[Variable]) -> contextlib.AbstractContextManage
     """Returns the scope to create slots in: that of `variables` for a program outside of any, as in an eager loop."""
     strategies = {each.distribute_strategy for each in _gated(variables)}
     return scope_outside(strategies.pop()) if len(strategies) == 1 else contextlib.nullcontext()
+
+
+def _built_within(
+    scope: contextlib.AbstractContextManager[object], optimizer: Optimizer, variables: Sequence[Variable]
+) -> None:
+    """Builds `optimizer` outside of a step that is being traced: Adafactor makes variables of constants."""
+    with tf.init_scope(), scope, keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
 
 
 def _distributed(variable: Variable) -> bool:
