@@ -142,6 +142,8 @@ def test_what_cannot_have_rows_beside_it_is_refused(tmp_path: Path) -> None:
         model.save("gs://bucket/model.keras")
     with pytest.raises(UnsupportedError, match="to_embedding"):
         model.export(tmp_path / "exported")
+    with pytest.raises(UnsupportedError, match="to_embedding"):
+        tf.saved_model.save(model, str(tmp_path / "saved"))
     for copied in (copy.copy, copy.deepcopy):
         with pytest.raises(UnsupportedError, match=r"model\.save"):
             copied(model.layers[0])

@@ -224,6 +224,12 @@ class TableVariable(keras.Variable, UpdatesItself):
             "read rows by embeddings (all) or read_rows(ids) of the layer, and give TensorBoard histogram_freq=0"
         )
 
+    def _export_to_saved_model_graph(self, *_: object, **__: object) -> list[tf.Tensor]:
+        raise UnsupportedError(
+            f"the rows of table {self.path!r} are on pservers and cannot be in a SavedModel: save the model by "
+            "model.save, or build the model that serves with layer.to_embedding() in the place of the layer"
+        )
+
     def _serialize_to_tensors(self) -> Structure:
         raise self._not_in_checkpoints
 
