@@ -3,7 +3,8 @@
 #   tools/test.sh                 everything but the tests marked "long"
 #   tools/test.sh --quick         for while one edits, within 90 seconds: what needs no TensorFlow
 #   tools/test.sh --long          also the tests marked "long", in parts of at most 40 minutes, and says how long each took
-#   tools/test.sh --part elastic  one of these parts: suite integration elastic programs training others storms tester busy
+#   tools/test.sh --part elastic  one of these parts: suite combinations integration elastic programs training others
+#                                 storms tester busy
 #   tools/test.sh --long tests/launch    the tests marked "long", too, of what other arguments of pytest choose
 #   tools/test.sh --matrix        only the core suite, on the oldest and the newest TensorFlow and Python
 #   tools/test.sh --matrix 2.19:3.11 2.20:3.13 -- -k fit     on these, with options for pytest
@@ -32,7 +33,9 @@ slow=(
 # share what is slow to make. In their order, which begins with those that take long (tests/conftest.py), so that all
 # processes end together.
 spread=(-n 5 --dist loadfile --no-loadscope-reorder)
+combined=(tests/integration/test_{combinations,programs,remote_updates,rows,tables,tables_saving}.py)
 declare -A folders=(  # the parts of the long tests that have folders of their own; what none has is in "others"
+    [combinations]="${combined[*]}"
     [integration]="tests/integration"
     [elastic]="tests/elastic tests/membership tests/recovery"
     [programs]="tests/programs tests/models tests/keras_own"
@@ -73,6 +76,10 @@ run() {  # what part $1 chooses of the tests
     case $1 in
         suite) .venv/bin/python -m pytest "${spread[@]}" "${arguments[@]}" ;;
         all) .venv/bin/python -m pytest "${spread[@]}" -m "not busy" "${arguments[@]}" ;;
+        integration)
+            .venv/bin/python -m pytest "${spread[@]}" -m "long and not busy" tests/integration \
+                "${combined[@]/#/--ignore=}" "${arguments[@]}"
+            ;;
         busy) .venv/bin/python -m pytest -m busy "${arguments[@]}" ;;  # alone: they leave no core to others
         others)
             # shellcheck disable=SC2206  # several folders

@@ -32,6 +32,8 @@ KINDS: dict[str, tuple[Of, Callable[[Value, Value], Value]]] = {
         Of.MEAN,
         lambda x, w: tf.reduce_sum(w) / tf.maximum(tf.cast(tf.size(x), tf.float32), 1.0),
     ),
+    "a_mean_of_ones": (Of.FIXED, lambda x, w: tf.reduce_mean(tf.ones_like(x))),
+    "ones_of_each_row": (Of.COUNT, lambda x, w: tf.reduce_sum(tf.reduce_mean(tf.ones_like(x), 1))),
     "shares_of_a_mean": (Of.SHARES, lambda x, w: w / tf.cast(tf.shape(x)[0], tf.float32)),
     "a_sum_of_shares": (Of.MEAN, lambda x, w: tf.reduce_sum(w / tf.cast(tf.shape(x)[0], tf.float32))),
     "a_sum_by_a_size_within_rows": (Of.SUM, lambda x, w: tf.reduce_sum(x) / tf.cast(tf.shape(x)[1], tf.float32)),

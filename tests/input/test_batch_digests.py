@@ -114,10 +114,17 @@ def test_data_of_their_own_may_differ_and_one_warning_says_that_they_do_not(
         check(np.array([own, other]))
         check(np.array([own, NOTHING]))
         check(np.array([own, digest([X])]))
+        same = batch_digests.of_own([tf.constant(np.ones_like(X))])  # whatever its order
+        check(np.array([same, same]))
+        check(np.array([own, own, other, same, NOTHING, same - 1]))
         assert not caplog.records
         check(np.array([own, own]))
         check(np.array([own, own]))
-    assert len(caplog.records) == 1
+        check(np.array([own, other, own, NOTHING]))
+    assert [each.getMessage().partition(" have ")[0] for each in caplog.records] == [
+        "tfps: all ranks",
+        "tfps: ranks 0, 2",
+    ]
 
 
 def test_files_that_tensorflow_divides_are_not_the_same_on_all(tmp_path: Path) -> None:

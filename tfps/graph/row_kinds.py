@@ -204,6 +204,8 @@ class RowKinds:
 
     def _reduced(self, tensor: tf.Tensor, kind: Kind) -> Kind:
         op = tensor.op
+        if op.type == "Mean" and tensor.shape.rank == 0 and op.inputs[0].op.type in ("OnesLike", "ZerosLike"):
+            return FIXED
         if not kind.has_rows:
             return kind if op.type in ("Sum", "Mean") else _other([kind])
         rank, axes = op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])

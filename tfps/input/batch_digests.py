@@ -165,50 +165,61 @@ def check(
     known = np.flatnonzero(digests != NOTHING)
     if len(known) < 2 or len({bool(digests[at] < 0) for at in known}) > 1:
         return
-    own = digests[known[0]] < 0
-    whole = [-1 - int(digests[at]) if own else int(digests[at]) for at in known]
+    names = [int(ranks[int(at)]) if len(ranks) else int(at) for at in known]
+    if digests[known[0]] < 0:
+        _look_for_copies(digests[known], names)
+        return
+    whole = [int(digests[at]) for at in known]
     parts = [[each >> (_BITS * index) & (2**_BITS - 1) for each in whole] for index in range(_PARTS)]
     targets, inputs, made = (len(set(part)) == 1 for part in parts)
     told = any(part[0] & 1 for part in parts[:2])  # by what is equal, whether rows are in one order
-    if own:
-        if targets and inputs and made and told:
-            _warn_once()
-        return
     if targets and inputs and (made or told):
         return
     what = "targets or sample weights" if not targets else "inputs"
     part = parts[0 if not targets else 1 if not inputs else 2]
-    first, other = known[0], known[next(at for at, each in enumerate(part) if each != part[0])]
-    names = [int(ranks[at]) if len(ranks) else int(at) for at in (first, other)]
+    other = next(at for at, each in enumerate(part) if each != part[0])
     if joins:
         raise MismatchError(
-            f"a worker that joins must make the batches that the others make, but in batch {batch} rank {names[1]} has "
-            f"other {what} than rank {names[0]}. A PyDataset must give the same batch for the same number, and a "
+            f"a worker that joins must make the batches that the others make, but in batch {batch} rank {names[other]} "
+            f"has other {what} than rank {names[0]}. A PyDataset must give the same batch for the same number, and a "
             "generator yield the same batches when it begins anew: let them draw from random generators of their own "
             "with a seed, not from numpy's or Python's"
         )
     hint = (
         "String hashes differ between these processes, so a set of strings has another order in each: set "
         "PYTHONHASHSEED=0 on all ranks, or sort what a program numbers. "
-        if hashes is not None and hashes[first] != hashes[other]
+        if hashes is not None and hashes[known[0]] != hashes[known[other]]
         else ""
     )
     raise MismatchError(
         f"{'the first batch' if not batch else f'batch {batch}'} of an epoch must have the same data on all ranks, but "
-        f"rank {names[1]} has other {what} than rank {names[0]}: each rank makes the global batch and trains on its "
-        f"own rows, so rows would be missing and others used twice. {hint}Make data alike on all ranks: create it "
+        f"rank {names[other]} has other {what} than rank {names[0]}: each rank makes the global batch and trains on "
+        f"its own rows, so rows would be missing and others used twice. {hint}Make data alike on all ranks: create it "
         "after tfps.Strategy, or call keras.utils.set_random_seed(1) first; give random generators of your own a seed. "
         "For data that is meant to differ between ranks use AutoShardPolicy.FILE or OFF, or "
         "strategy.distribute_datasets_from_function. Config(check_every=0) or TFPS_CHECK_EVERY=0 turns this check off"
     )
 
 
+def _look_for_copies(digests: Array, ranks: Sequence[int]) -> None:
+    """Warns if half of the ranks or more, which made batches of their own, have made the same one.
+
+    Not all: where a batch of all does not divide by the workers, the first of them get one row more.
+    """
+    values, counts = np.unique(digests, return_counts=True)
+    digest, count = -1 - int(values[np.argmax(counts)]), int(counts.max())
+    if count > 1 and 2 * count >= len(ranks) and (digest | digest >> _BITS) & 1:
+        alike = [rank for rank, each in zip(ranks, digests, strict=True) if each == -1 - digest]
+        _warn_once("all ranks" if count == len(ranks) else f"ranks {', '.join(map(str, alike))}")
+
+
 @functools.cache
-def _warn_once() -> None:
+def _warn_once(who: str) -> None:
     logger.warning(
-        "tfps: all ranks have made the same first batch, each for itself (AutoShardPolicy.OFF, or "
+        "tfps: %s have made the same first batch, each for itself (AutoShardPolicy.OFF, or "
         "distribute_datasets_from_function): they train on the same rows. Give each rank its own data "
-        "(dataset.shard, InputContext), or its own seed (shuffle(n, seed=strategy.rank)). This is logged once"
+        "(dataset.shard, InputContext), or its own seed (shuffle(n, seed=strategy.rank)). This is logged once",
+        who,
     )
 
 
