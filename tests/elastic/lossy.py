@@ -1,7 +1,7 @@
 """Worker: trains while others are lost, and saves what it ends with.
 
 lossy.py FOLDER KIND FAULT      FAULT: [step, point, signal] as JSON of this rank, or null
-lossy.py FOLDER plain RANK      plain Keras, without the rows that rank RANK saw lost
+lossy.py FOLDER plain RANK      plain Keras, without the rows that rank RANK saw lost: what it may end with
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tfps.worker.worker import Worker
 
 BATCH = 47
 DEVICES = [f"CPU:{number}" for number in range(int(os.environ.get("DEVICES", "1")))]
+WAITS = "waits"  # the file that a first worker makes
 JOIN_AFTER = json.loads(os.environ.get("JOIN_AFTER", "[0, 5]"))
 NEWCOMERS = int(os.environ.get("NEWCOMERS", "1"))
 EPOCHS = int(os.environ.get("EPOCHS", "2"))
@@ -105,7 +106,7 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
     x, y = training.digits(SAMPLES)
     more: dict[str, Argument] = {"epochs": EPOCHS, "verbose": 0, "callbacks": [fault] if fault else []}
     if "joined" in kind:
-        more["callbacks"].append(WaitsForJoiner(strategy))
+        more["callbacks"].append(WaitsForJoiner(strategy, folder))
     if "assigned" in kind:
         more["callbacks"].append(keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: assign_again(model)))
     if "shuffled" in kind and "arrays" in kind:  # what these find decides how training goes on
@@ -170,15 +171,16 @@ def assign_again(model: Model) -> None:
 class WaitsForJoiner(keras.callbacks.Callback):
     """After a step of an epoch (JOIN_AFTER) the first worker waits until so many others (NEWCOMERS) want to join."""
 
-    def __init__(self, strategy: tfps.Strategy) -> None:
+    def __init__(self, strategy: tfps.Strategy, folder: Path) -> None:
         super().__init__()
-        self._strategy = strategy
+        self._strategy, self._folder = strategy, folder
 
     def on_epoch_begin(self, epoch: int, logs: Argument = None) -> None:
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Argument = None) -> None:
         if [self._epoch, batch] == JOIN_AFTER and self._strategy.rank == 0:
+            (self._folder / WAITS).touch()  # one who came before would take part too early
             poll(lambda: len(self._strategy._runtime.exchange.joining.joiners(1)) >= NEWCOMERS)
 
 
@@ -268,13 +270,12 @@ def plain(folder: Path, rank: str) -> None:
     all_batches = list(batches(x, y))
     build()  # draws numbers
     steps = [all_batches[number] for order in epochs_of(found["kind"]) for number in order]
-    keras.backend.clear_session()  # names begin anew
     epoch = len(all_batches)
+    # A loop of its own asks for the rows when it takes a step, not when it announces it: the last that a lost worker
+    # has said may be those of the step after the one whose gradients it did not push to the end.
     ended: dict[int, int] = {}
-    if "loop" in found["kind"]:  # a loop of its own asks for the rows when it takes a step, not when it announces it
-        ended = {
-            lost: min(step for other, _, step, _ in found["losses"] if other == lost) for lost, *_ in found["losses"]
-        }
+    for lost, _, step, _ in found["losses"] if "loop" in found["kind"] else ():
+        ended[lost] = min(step, ended.get(lost, step))
 
     def lacking(number: int, each: int, bucket: str) -> Iterator[tuple[int, int]]:
         step, indices = counted.get((each, bucket), (len(steps), ()))
@@ -288,11 +289,14 @@ def plain(folder: Path, rank: str) -> None:
     kind = "adam" if "adam" in found["kind"] else "sgd"
     names = {bucket: names for bucket, (names, _) in found["buckets"].items()}
 
-    def is_absent(number: int, each: int) -> bool:
-        return number > ended.get(each, number)
+    def possible(further: int) -> list[np.ndarray]:
+        def is_absent(number: int, each: int) -> bool:
+            return number > ended.get(each, number) + further
 
-    weights = without(kind, steps, found["divided"], names, lacking, is_absent)
-    (folder / "plain.pickle").write_bytes(pickle.dumps(weights))
+        keras.backend.clear_session()  # names begin anew
+        return without(kind, steps, found["divided"], names, lacking, is_absent)
+
+    (folder / "plain.pickle").write_bytes(pickle.dumps(list(map(possible, (0, 1) if ended else (0,)))))
 
 
 def without(

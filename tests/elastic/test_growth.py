@@ -88,6 +88,6 @@ def test_a_job_grows_while_it_trains(cluster: Cluster, tmp_path: Path, case: str
     else:
         plain = processes.start(SCRIPT, str(tmp_path), "plain", "0", environment=environment)
         processes.outputs([plain])
-        expected = pickle.loads((tmp_path / "plain.pickle").read_bytes())
+        (expected,) = pickle.loads((tmp_path / "plain.pickle").read_bytes())
     for mine, its in zip(found[0]["weights"], expected, strict=True):
         np.testing.assert_allclose(mine, its, rtol=0, atol=1e-5, err_msg=f"{divided}")
