@@ -104,6 +104,7 @@ def run(
     workers: int = 2,
     devices: int = 1,
     more: Mapping[str, str] = MappingProxyType({}),
+    timeout_s: float = TIMEOUT_S,
 ) -> Results:
     """Runs programs, (module, name), with several workers (`more`: their settings) and in plain Keras at once."""
     arguments = [str(folder / "job"), *(f"{module}.{name}" for module, name in names)]
@@ -114,7 +115,7 @@ def run(
     try:
         addresses = [server.address for server in servers]
         with processes.started("program.py", addresses, workers, [arguments] * workers, **settings) as running:
-            processes.outputs([*running, alone], TIMEOUT_S)
+            processes.outputs([*running, alone], timeout_s)
     finally:
         alone.kill()
         alone.communicate()

@@ -65,7 +65,7 @@ IN_SCOPE = "Assert", "exports, and calls what it has loaded in the scope: Tensor
 COMPILED = "jit_compile=True", "a function that XLA compiles is refused by name"
 COUNTED = "False != True", "a mock counts what TensorFlow's variables are asked, and those of a strategy are others"
 CLEARED = "pop from empty list", "the test itself clears the session, and with it the scope"
-BEFORE = "colocate_vars_with", "models are made by `setUp`, before the scope"
+BEFORE = "created outside of the scope", "models are made by `setUp`, before the scope"
 _SCALED, _SPARSE = "optimizers.loss_scale_optimizer_test::LossScaleOptimizerTest", "optimizers.optimizer_sparse_test::*"
 _DENSE, _EINSUM = "layers.core.dense_test::DenseTest", "layers.core.einsum_dense_test::EinsumDenseTest"
 _DISTILLER = "distillation.distiller_test::TestDistiller"

@@ -22,7 +22,8 @@ MODELS = {
     ],
     "keras_rs": ["dlrm", "distributed_embedding", "retrieval", "two_towers", "sasrec"],
 }
-pytestmark = pytest.mark.timeout(1200)
+TIMEOUT_S = 1100.0  # of one job with all models of a library
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
 Jobs = Callable[[str, int], Results]
 
 
@@ -38,7 +39,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     @functools.cache
     def results(library: str, workers: int) -> Results:
         pairs = [("small_models", name) for name in MODELS[library]]
-        return test_programs.run(pairs, tmp_path_factory.mktemp(library), workers)
+        return test_programs.run(pairs, tmp_path_factory.mktemp(library), workers, timeout_s=TIMEOUT_S)
 
     return results
 
