@@ -73,7 +73,7 @@ def test_rows_that_are_each_once_in_every_batch_train_bitwise_as_keras_does(name
     reference = L.Embedding(count, DIM, weights=initial(count))
     layers = [embedding(count), embedding(None)][: 1 if name in QUICK[1:] else 2]
     (expected, *models) = [trained(each, RULES[name](), x, y)[0] for each in (reference, *layers)]
-    assert (reference.get_weights()[0] != initial(count)).any(1).all()
+    assert (reference.get_weights()[0] != initial(count)).any(1).mean() > 0.9  # Lion's steps may take a row back
     for layer, model in zip(layers, models, strict=True):
         found = [layer.read_rows(np.arange(count)), *model.layers[-1].get_weights()]
         for mine, its in zip(found, [*reference.get_weights(), *expected.layers[-1].get_weights()], strict=True):
@@ -249,7 +249,8 @@ def test_gradients_without_ids_are_refused_with_what_to_do(name: str) -> None:
             value = loss()(y, lookups[name](tf.constant(x)))
         keras.optimizers.SGD(0.1).apply(tape.gradient(value, layer.trainable_variables), layer.trainable_variables)
 
-    with pytest.raises(UnsupportedError, match=r"'users/rows' must be tf.IndexedSlices.* look rows up before"):
+    why = "are on pservers.* out of losses" if name == "loss" else "must be tf.IndexedSlices.* look rows up before"
+    with pytest.raises(UnsupportedError, match=f"'users/rows' {why}"):
         step()
 
 

@@ -221,7 +221,8 @@ class TableVariable(keras.Variable, UpdatesItself):
         """For whoever reads a variable of each layer, as TensorBoard does for its histograms."""
         return UnsupportedError(
             f"the rows of table {self.path!r} are on pservers, and the variable that stands for them has no content: "
-            "read rows by embeddings (all) or read_rows(ids) of the layer, and give TensorBoard histogram_freq=0"
+            "read rows by embeddings (all) or read_rows(ids) of the layer, leave the variable out of losses, and give "
+            "TensorBoard histogram_freq=0"
         )
 
     def _export_to_saved_model_graph(self, *_: object, **__: object) -> list[tf.Tensor]:
