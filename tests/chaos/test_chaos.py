@@ -449,8 +449,12 @@ def run(plan: Plan, lab: str = "") -> dict[str, Json]:
     "seed", [int(SEED)] if SEED else [pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2)]
 )
 def test_a_storm_leaves_what_plain_keras_trains_without_the_lost_rows(seed: int) -> None:
-    plan = Plan.drawn(seed)
-    assert run(plan)["lost"] or plan.has_table, "nobody was lost: the plan is none"
+    check_harmful(run(plan := Plan.drawn(seed)), plan)
+
+
+def check_harmful(happened: dict[str, Json], plan: Plan) -> None:
+    """Rows were lost, or a worker that has died in an announcement lost none, or a table lets nobody lose some."""
+    assert happened["lost"] or plan.has_table or max(map(len, plan.lives)) > 1, "nobody was lost: the plan is none"
 
 
 def run_with_cuts(seed: int) -> dict[str, Json]:
@@ -470,7 +474,7 @@ def run_with_cuts(seed: int) -> dict[str, Json]:
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @pytest.mark.parametrize("seed", [int(SEED)] if SEED else [pytest.param(9, marks=pytest.mark.long)])
 def test_so_does_a_storm_that_cuts_off_hosts(seed: int) -> None:
-    assert run_with_cuts(seed)["lost"] or Plan.drawn(seed, cuts=True).has_table, "nobody was lost: the plan is none"
+    check_harmful(run_with_cuts(seed), Plan.drawn(seed, cuts=True))
 
 
 @pytest.mark.long
