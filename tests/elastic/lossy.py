@@ -26,6 +26,7 @@ from jobs import poll
 import tfps
 from tfps.input import datasets
 from tfps.input.batch_agreement import BatchAgreement
+from tfps.keras_hooks import joining
 from tfps.recovery.exchange import ElasticExchange
 from tfps.types import Argument, Model
 from tfps.worker.worker import Worker
@@ -235,6 +236,15 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
 
     BatchAgreement._decision = decision  # type: ignore[method-assign]
     callback = faults.fail_at(*fault) if fault else None
+    if "told early" in kind and os.environ["TFPS_RANK"] == "2":
+        hand_over = joining._hand_over
+
+        def later(strategy: tfps.Strategy, callbacks: Argument, others: Argument, batch: int = 0) -> None:
+            """Begins when it is known here that who joins is lost; the first rank has begun before."""
+            poll(lambda: set(strategy.extended.exchange.view.ranks) == set(others))
+            hand_over(strategy, callbacks, others, batch)
+
+        joining._hand_over = later
     strategy = tfps.Strategy(devices=DEVICES)
     with strategy.scope():
         model = build_with_table() if "table" in kind else build()

@@ -14,6 +14,7 @@ import pytest
 from jobs import Cluster, poll
 
 from tfps.errors import REFUSED
+from tfps.types import Json
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 240.0
@@ -101,10 +102,20 @@ def test_one_that_makes_other_batches_ends_alone(cluster: Cluster, tmp_path: Pat
     assert "rank 1 cannot join, and the job goes on without it" in results[0][1]
 
 
+@pytest.mark.long
+def test_one_that_dies_while_it_gets_the_state_of_the_others_stops_nobody(cluster: Cluster, tmp_path: Path) -> None:
+    """Of the others one learns of it before that begins, and one after."""
+    fault = (0, "in a hand-over", signal.SIGKILL)
+    results, _ = killed_and_back(cluster, tmp_path, "arrays joined told early", 1, [0, 5], fault)
+    assert [code for code, _ in results] == [0, -signal.SIGKILL, 0], "\n".join(output for _, output in results)
+    found = [pickle.loads((tmp_path / f"rank{rank}.pickle").read_bytes()) for rank in (0, 2)]
+    assert [w.tobytes() for w in found[0]["weights"]] == [w.tobytes() for w in found[1]["weights"]]
+
+
 def killed_and_back(
-    cluster: Cluster, folder: Path, kind: str, lost: int, after: list[int]
+    cluster: Cluster, folder: Path, kind: str, lost: int, after: list[int], again: Json = None
 ) -> tuple[list[tuple[int, str]], dict[str, str]]:
-    """What three workers end with of which one is lost and started again, and their environment."""
+    """What three workers end with of which one is lost and started again, with the fault `again`; their environment."""
     addresses = cluster.pservers(2, 3)
     environment = {
         "TFPS_MIN_WORKERS": "3" if "few" in kind else "1",
@@ -124,6 +135,6 @@ def killed_and_back(
         if "joined" in kind:
             poll((folder / "waits").exists)
         own = processes.worker_environment(addresses, lost, 3, **environment)
-        started[lost] = processes.start(SCRIPT, str(folder), kind, "null", environment=own)
+        started[lost] = processes.start(SCRIPT, str(folder), kind, json.dumps(again), environment=own)
         results = processes.finish(started, TIMEOUT_S)
     return results, environment

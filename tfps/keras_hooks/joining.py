@@ -231,8 +231,7 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
     """Gives those who join the state of the `others`, before `batch` of the epoch; all ranks call it."""
     extended, state = strategy.extended, TrainingState(strategy, callbacks)
     rank = extended.exchange.rank  # not its place among those that take part
-    joiners = set(extended.exchange.view.ranks).difference(others)
-    if rank in joiners:
+    if rank not in others:
         stages.know_values(strategy)  # they come now
     gather = AllGather(extended.runtime, "variables of the training")
     inventories: dict[int, dict[str, str]] = {}
@@ -243,12 +242,10 @@ def _hand_over(strategy: BaseStrategy, callbacks: Callback, others: Sequence[int
             break
         gc.collect()  # ranks collect garbage at different times
         state = TrainingState(strategy, callbacks)
+    # Not those of the view: one that dies now is in it on some ranks only, and all must go on alike.
+    joiners = set(inventories).difference(others)
     theirs = [said for each, said in inventories.items() if each not in joiners]
-    refused = {
-        each: why
-        for each in sorted(joiners & inventories.keys())
-        if (why := state.difference(theirs[0], inventories[each]))
-    }
+    refused = {each: why for each in sorted(joiners) if (why := state.difference(theirs[0], inventories[each]))}
     joiners -= _refuse(strategy, refused)
     if not joiners:
         return
