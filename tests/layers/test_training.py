@@ -73,7 +73,8 @@ def test_rows_that_are_each_once_in_every_batch_train_bitwise_as_keras_does(name
     reference = L.Embedding(count, DIM, weights=initial(count))
     layers = [embedding(count), embedding(None)][: 1 if name in QUICK[1:] else 2]
     (expected, *models) = [trained(each, RULES[name](), x, y)[0] for each in (reference, *layers)]
-    assert (reference.get_weights()[0] != initial(count)).any(1).mean() > 0.9  # Lion's steps may take a row back
+    moved = (reference.get_weights()[0] != initial(count)).any(1)
+    assert moved.all() or (name == "Lion" and moved.mean() > 0.9)  # its steps, all of one size, may take a row back
     for layer, model in zip(layers, models, strict=True):
         found = [layer.read_rows(np.arange(count)), *model.layers[-1].get_weights()]
         for mine, its in zip(found, [*reference.get_weights(), *expected.layers[-1].get_weights()], strict=True):
