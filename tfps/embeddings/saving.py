@@ -126,11 +126,7 @@ def _loaded(model: Model, filepath: StrPath) -> None:
 
 def _exported(model: Model, what: str) -> None:
     if tables := tables_of(model):
-        raise UnsupportedError(
-            f"the rows of table {tables[0].path!r} are on pservers and cannot be in {what}: save it by model.save, or "
-            "build the model that serves with layer.to_embedding() in the place of the layer, or write rows by "
-            "layer.export_rows(path)"
-        )
+        raise tables[0].not_in(what)
 
 
 def _declared(model: Model) -> None:

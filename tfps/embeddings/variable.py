@@ -226,9 +226,14 @@ class TableVariable(keras.Variable, UpdatesItself):
         )
 
     def _export_to_saved_model_graph(self, *_: object, **__: object) -> list[tf.Tensor]:
-        raise UnsupportedError(
-            f"the rows of table {self.path!r} are on pservers and cannot be in a SavedModel: save the model by "
-            "model.save, or build the model that serves with layer.to_embedding() in the place of the layer"
+        raise self.not_in("a SavedModel")
+
+    def not_in(self, what: str) -> UnsupportedError:
+        """For what keeps a model without the files beside it that rows need."""
+        return UnsupportedError(
+            f"the rows of table {self.path!r} are on pservers and cannot be in {what}: save it by model.save, or "
+            "build the model that serves with layer.to_embedding() in the place of the layer, or write rows by "
+            "layer.export_rows(path)"
         )
 
     def _serialize_to_tensors(self) -> Structure:
