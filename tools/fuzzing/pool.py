@@ -129,7 +129,7 @@ def _depart(departure: Departure, strategy: Argument) -> Callable[[], None]:
 
     kind, count = keras.callbacks.CallbackList, itertools.count(1)
     begin, end = kind.on_train_batch_begin, kind.on_train_batch_end
-    waits_at = departure.batches + AGREED
+    waits_at, leaves = departure.batches + AGREED, departure.leaves
 
     def on_begin(callbacks: Argument, *args: object, **options: object) -> None:
         number = next(count)
@@ -144,7 +144,9 @@ def _depart(departure: Departure, strategy: Argument) -> Callable[[], None]:
 
     def on_end(callbacks: Argument, *args: object, **options: object) -> None:
         end(callbacks, *args, **options)
-        if departure.leaves and callbacks.tfps_fuzzing >= departure.batches:  # Ctrl-C may have come at that one
+        nonlocal leaves
+        if leaves and callbacks.tfps_fuzzing >= departure.batches:  # Ctrl-C may have come at that one
+            leaves = False  # a second signal would end it at once, within a step that may follow
             os.kill(os.getpid(), signal.SIGTERM)
 
     def undo() -> None:
