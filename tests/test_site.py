@@ -43,8 +43,8 @@ def absent() -> str:
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(absent()), reason=absent())
-in_a_browser = [pytest.mark.long, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(absent()), reason=absent())]
+in_a_browser = [pytest.mark.skipif(bool(missing()), reason=missing())]
 
 
 @pytest.fixture(scope="module")

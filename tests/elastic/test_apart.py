@@ -38,10 +38,8 @@ def survivors(
     return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("*.pickle"))]
 
 
-LONG = dict.fromkeys(("diloco, rank 0", "local, after its part"), pytest.mark.long)
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=LONG.get(case, ())) for case in CASES])
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
 def test_the_change_is_the_mean_over_those_who_push(cluster: Cluster, tmp_path: Path, case: str) -> None:
     settings, fault, first_without = CASES[case]
     counts = ",".join([str(STEPS)] * 3)

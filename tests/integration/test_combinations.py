@@ -186,6 +186,7 @@ def plainly(**settings: Json) -> dict[str, Json]:
     return {**SMALL, "update": "server", "compression": "none", "sparse": False, "optimizer": "sgd", **settings}
 
 
+@pytest.mark.long
 def test_one_worker_in_mode_async_is_bitwise_plain_keras_and_near_it_with_a_codec(tmp_path: Path) -> None:
     check([plainly(mode="async", staleness=0), plainly(mode="async", compression="int8")], tmp_path, workers=1)
 

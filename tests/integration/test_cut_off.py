@@ -93,6 +93,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off_and_it_ends_by_name(cut
         assert cut.workers[rank].wait(ANSWER_S) == 0
 
 
+@pytest.mark.long
 def test_of_two_halves_with_a_pserver_each_the_one_with_more_workers_goes_on(cut: Cut) -> None:
     """Rank 0 and the first pserver are alone. The others have the second one, and more than half of the workers."""
     servers, workers = cut.lab.hosts[:2], cut.lab.hosts[2:]

@@ -95,6 +95,7 @@ def test_ranks_that_diverge_all_fail_with_what_differs_and_those_that_do_not_tra
             assert re.search(EXPECTED[name], line), f"rank {rank}: {line}"
 
 
+@pytest.mark.long
 def test_loops_without_run_that_begin_or_end_differently_fail_by_name() -> None:
     outputs = run(2, 1, ["other seed", "fewer batches"])
     for output in outputs:

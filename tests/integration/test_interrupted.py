@@ -58,6 +58,7 @@ def test_fit_may_be_called_again_where_it_was_interrupted_before_the_other_ranks
     check(tmp_path, results, "declare")
 
 
+@pytest.mark.long
 def test_fit_after_an_interruption_at_different_steps_is_an_error_by_name_on_all_ranks(
     addresses: list[str], tmp_path: Path
 ) -> None:

@@ -38,12 +38,13 @@ PROGRAMS = {
             "loop_epoch_function",
         ],
     ),
-    "programs_named": (["named"], ["not_named"]),
+    "programs_named": ([], ["named", "not_named"]),
     "programs_loops": ([], ["loop_divided", "loop_alike"]),
     "programs_metrics": (["states"], ["built_in_metrics", "metrics_that_do_not_add_up"]),
     "programs_training": (
-        ["predicted_on_one_rank", "captured_constant"],
+        ["predicted_on_one_rank"],
         [
+            "captured_constant",
             "helper_models",
             "adapted",
             "strings",
@@ -67,8 +68,9 @@ PROGRAMS = {
         ],
     ),
     "programs_input": (
-        ["stopping", "generator_again"],
+        ["stopping"],
         [
+            "generator_again",
             "cached",
             "py_dataset_in_epochs",
             "in_any_order",

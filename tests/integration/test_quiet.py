@@ -28,6 +28,7 @@ def said(*command: str, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_a_job_shows_where_its_pservers_are_its_start_and_its_end_and_nothing_else() -> None:
     first, *lines = said("-m", "tfps.launch", "--workers", "2", SCRIPT)
     assert first.startswith("[pserver 0] tfps_pserver ready at ")

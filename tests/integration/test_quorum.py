@@ -63,7 +63,7 @@ def trained(cluster: Cluster, folder: Path, settings: Settings, skips: int = 2, 
 
 CASES = [
     pytest.param(Settings("local"), id="local", marks=pytest.mark.long),
-    pytest.param(Settings(), id="diloco"),
+    pytest.param(Settings(), id="diloco", marks=pytest.mark.long),
     pytest.param(Settings(compression="int8"), id="int8", marks=pytest.mark.long),
 ]
 

@@ -10,7 +10,8 @@ import pytest
 from jobs import Cluster
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2])
 def test_two_workers_do_what_tf_distribute_documents(cluster: Cluster, devices: int) -> None:
     with processes.started("api.py", cluster.pservers(2, 2), 2, [[str(devices)]] * 2) as running:
         for output in processes.outputs(running):

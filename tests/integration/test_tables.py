@@ -28,7 +28,7 @@ ONE_DEVICE = ["several_steps", "loop_alike", "every_other_batch"]  # as under ev
 NOT_SERVER = ["several_optimizers", "loop_alike"]  # what update="server" refuses
 # By a name: workers, devices of each, settings, and programs.
 JOBS: dict[str, tuple[int, int, dict[str, str], list[str]]] = {
-    "2 workers, 2 devices": (2, 2, SMALL, ["one_row", "combined"]),
+    "2 workers, 2 devices": (2, 2, SMALL, ["one_row"]),
     "2 workers, more": (2, 1, SMALL, [*PROGRAMS, *ONE_DEVICE]),
     "2 workers, 2 devices, more": (2, 2, SMALL, PROGRAMS),
     "2 devices": (1, 2, SMALL, PROGRAMS),

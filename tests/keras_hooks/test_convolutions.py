@@ -9,6 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfps
@@ -48,5 +49,6 @@ def results(strategy: tfps.Strategy | None) -> list[bytes]:
     return [np.asarray(value).tobytes() for value in values]
 
 
+@pytest.mark.long
 def test_convolutions_compiled_by_xla_are_those_of_plain_keras_bit_for_bit(strategy: tfps.Strategy) -> None:
     assert results(strategy) == results(None)

@@ -96,7 +96,7 @@ CLOSE: dict[str, Build] = {
 LONG = {
     *("SGD", "SGD momentum", "Nadam", "Lion", "Ftrl", "schedule", "global_clipnorm", "weight decay"),
     *("average", "average that overwrites", "loss scale", "RMSprop", "accumulation", "clipnorm", "Adagrad", "Adamax"),
-    *("Adam", "AdamW", "SGD Nesterov", "clipvalue", "RMSprop centered", "loss scaling"),
+    *("Adam", "AdamW", "SGD Nesterov", "clipvalue", "RMSprop centered", "loss scaling", "AMSGrad"),
 }
 
 
@@ -137,7 +137,9 @@ def test_models_with_statistics_loops_and_dense_embeddings_end_bitwise_equal(
     assert training.train(served, BITWISE["Adam"], build) == training.train(None, BITWISE["Adam"], build)
 
 
-@pytest.mark.parametrize("name", [pytest.param("SGD", marks=pytest.mark.long), "SGD Nesterov", "Lion"])
+@pytest.mark.parametrize(
+    "name", ["SGD Nesterov", *(pytest.param(name, marks=pytest.mark.long) for name in ("SGD", "Lion"))]
+)
 def test_sparse_gradients_travel_densely(here: tfps.Strategy, name: str) -> None:
     ends = training.train(here, BITWISE[name], training.embedding_sparse)
     expected = training.train(None, BITWISE[name], training.embedding_sparse)

@@ -64,9 +64,8 @@ def test_every_optimizer_ends_bitwise_equal_to_plain_keras(strategy: tfps.Strate
     assert training.train(strategy, optimizer(name), **options) == training.train(None, optimizer(name), **options)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "Muon" else pytest.mark.long) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.long
 def test_every_optimizer_updates_kernels_of_rank_3_bitwise_as_plain_keras(strategy: tfps.Strategy, name: str) -> None:
     # Muon scales by products of constants, which TensorFlow folds only in functions that have a result.
     distributed = training.train(strategy, optimizer(name), training.attention)

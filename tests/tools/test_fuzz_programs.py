@@ -281,6 +281,7 @@ def test_a_process_whose_collectives_are_aborted_is_renewed_and_no_other(pool: P
     assert first[1].found == aborted[1].found == again[1].found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_random_programs_end_as_under_plain_keras(pool: Pool, tmp_path: Path) -> None:
     """Always the same ones: a failure is due to a change."""

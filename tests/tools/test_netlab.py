@@ -155,7 +155,7 @@ def test_each_host_and_direction_has_its_rate() -> None:
 
 
 @needs_labs
-@pytest.mark.parametrize("direction", ["tx", "rx"])
+@pytest.mark.parametrize("direction", [pytest.param("tx", marks=pytest.mark.long), "rx"])
 def test_the_probe_refuses_a_host_that_has_lost_its_shaping(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netlab, "ATTEMPTS", 2)
     monkeypatch.setattr(netlab, "TOLERANCE", 1.0)  # a busy machine makes the other host slower, but none much faster
@@ -188,6 +188,7 @@ def test_the_probe_refuses_a_host_that_gets_no_connection() -> None:
             lab.probe()
 
 
+@pytest.mark.long
 @needs_labs
 def test_two_labs_do_not_disturb_each_other() -> None:
     with Netlab(hosts=1, rate_mbit=20) as second:

@@ -49,6 +49,7 @@ def test_a_table_is_measured_beside_numpy() -> None:
     assert 12 <= found["engine_any_id_overhead_bytes_per_row"] < 100  # an id and a step, and more in a small index
 
 
+@pytest.mark.long
 def test_a_job_says_what_its_steps_took() -> None:
     with contextlib.ExitStack() as stack:
         one = job.tfps_job(stack, TINY, 1, 3)
