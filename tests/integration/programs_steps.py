@@ -142,7 +142,14 @@ def own_logs(job: Job) -> Results:
     broken = x.copy()
     broken[3 * BATCH - 1] = np.nan  # of the last rank, third step
     stopped = model.fit(broken, y, epochs=2, callbacks=[keras.callbacks.TerminateOnNaN()], **options)
-    return {**ends, "stopped": [len(stopped.epoch), int(model.optimizer.iterations.numpy())]}
+    ends["stopped"] = [len(stopped.epoch), int(model.optimizer.iterations.numpy())]
+    # Logs are agreed on after the last batch, whose rows do not divide, and again where its epoch ends.
+    each = keras.callbacks.ModelCheckpoint(str(job.own / "{batch}.weights.h5"), save_freq=1, save_weights_only=True)
+    with job.scope():
+        model = OwnLogs()
+        model.compile(keras.optimizers.SGD(0.1))
+    uneven = model.fit(x[: 2 * BATCH + 3], y[: 2 * BATCH + 3], callbacks=[each], **options)
+    return {**ends, **{f"uneven {key}": value for key, value in history(uneven).items()}}
 
 
 class GuideStep(keras.Model):
@@ -179,9 +186,23 @@ class GuideStep(keras.Model):
         return self._updated(self.compute_loss(y=y, y_pred=predicted), y, predicted)
 
 
+class Total(keras.metrics.Metric):
+    """The sum of targets, whose result is its variable as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(name="total")
+        self.total = self.add_variable(shape=(), initializer="zeros", name="total")
+
+    def update_state(self, y: Value, predicted: Value, sample_weight: Value = None) -> None:
+        self.total.assign_add(keras.ops.sum(y))
+
+    def result(self) -> Value:
+        return keras.ops.convert_to_tensor(self.total)
+
+
 def guide_steps(job: Job) -> Results:
     """Callbacks decide by what is nested in the logs; all of it is what one process has."""
-    metrics = ["mae", keras.metrics.AUC(name="auc"), keras.metrics.F1Score(threshold=0.5, name="f1")]
+    metrics = ["mae", keras.metrics.AUC(name="auc"), keras.metrics.F1Score(threshold=0.5, name="f1"), Total()]
     model = job.compiled(
         lambda: keras.optimizers.SGD(0.5), build=GuideStep, loss="binary_crossentropy", metrics=metrics
     )

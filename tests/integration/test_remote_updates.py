@@ -11,7 +11,7 @@ import test_programs
 
 SERVER = {"TFPS_UPDATE": "server", "TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
 PROGRAMS = ["adam", "embedding_sgd"]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 QUICK = [
     ("programs_remote", "saved_by_one_rank"),
     ("programs_remote", "slots_loaded"),

@@ -36,7 +36,7 @@ ONE_DEVICE = {
     "used_states_in_steps",
     "states",  # a queue: with several devices per worker replicas' rows are not in the order of the batch
 }  # as under every strategy; docs/semantics.md
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 Jobs = Callable[[int, int, str], Results]
 
 

@@ -16,7 +16,7 @@ from test_programs import Results
 
 from tfps.pserver.server import ParameterServer
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 DETERMINISTIC = {"TFPS_DETERMINISTIC": "1"}
 SMALL = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2}  # each replica rounds its gradients by itself

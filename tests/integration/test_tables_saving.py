@@ -10,7 +10,7 @@ import test_programs
 import test_tables
 from test_programs import Results
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 QUICK = "saved_own", "copied"
 LONG = "assigned", "backup_own", "saved_shared", "backup_shared", "checkpoints", "other_optimizer"
 

@@ -46,7 +46,7 @@ PROGRAMS = {
 QUICK = [("taught_vectors", "siamese_network"), ("taught_vectors", "losses_of_outputs")]
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History
 NEAR = 0.75  # of the same, for losses that are not to be those of plain Keras: pairs are fewer in smaller batches
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def check(name: str, results: Results) -> None:

@@ -117,6 +117,16 @@ class LastBatch:
             with tf.device(HOST):  # another strategy may run a function that was nested here
                 self._given[replica].assign([unknown, given, unknown], read_value=False)
 
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Eagerly: what runs in the block is not of a batch, and the rows last given stay those of the last batch."""
+        before = [each.read_value() for each in self._given]
+        try:
+            yield
+        finally:
+            for variable, value in zip(self._given, before, strict=True):
+                variable.assign(value)
+
     def running(self, replica: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns rows given to the replica function that runs, and of the whole job; UNKNOWN if there are none."""
         with tf.device(HOST):

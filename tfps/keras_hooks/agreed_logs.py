@@ -188,7 +188,7 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
     rows = strategy.extended.last_batch.given()
     weight = -1 if UNKNOWN in rows.numpy() else int(sum(rows.numpy()))
     # Name and local result of each of the model's metrics, as a step returns them.
-    with _without_advice():
+    with _without_advice(), strategy.extended.last_batch.unchanged():  # they agree again where an epoch ends here
         results = [] if are_metrics else keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
     own = [(str(path[-1]), mean(rows, result)) for path, result in results]
     said = Said(
@@ -206,7 +206,7 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
             for _, leaf in leaves
         ],
         of_rows=[
-            name not in strategy.extended.last_batch.fixed and np.shape(leaf)[:1] == (weight,)
+            name not in strategy.extended.last_batch.fixed and tuple(np.shape(leaf))[:1] == (weight,)
             for name, (_, leaf) in zip(names, leaves, strict=True)
         ],
         has_numbers=strategy.extended.numbers.has_some(model),
@@ -223,7 +223,10 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
                 "logs of a train_step or test_step must have the same keys on all ranks; rank 0 has "
                 f"{ranks[0].names}, rank {rank} {each.names}"
             )
-    over_all = keras.tree.flatten(_results(model))
+    # A result may be the metric's variable itself, which validation changes before Keras reads what is returned here.
+    results_now = keras.tree.flatten(_results(model))
+    variables = keras.Variable, tf.Variable
+    over_all = [tf.convert_to_tensor(each) if isinstance(each, variables) else each for each in results_now]
     agreed = []
     for (_, leaf), found in zip(leaves, conclude(ranks, [name for name, _ in own]), strict=True):
         if isinstance(found, int):
