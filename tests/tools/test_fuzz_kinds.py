@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import itertools
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,8 +91,8 @@ def test_orders_that_are_another_each_time_are_compared_by_what_rows_there_were(
     assert Judgement.of(Case(actions=(Fit(input="generator", again=True),))).reference == NOTHING
 
 
-def drawn_of(name: str) -> Case:
-    return next(case for case in thousand() if name in features(case) and ast.parse(program(case)))
+def drawn_of(name: str) -> Iterator[Case]:
+    return (case for case in thousand() if name in features(case) and ast.parse(program(case)))
 
 
 @pytest.mark.long
@@ -98,10 +100,16 @@ def drawn_of(name: str) -> Case:
 def test_a_program_of_each_kind_runs_in_plain_keras(tmp_path: Path) -> None:
     with Pool(1) as pool:
         for number, name in enumerate(KINDS):
-            folder = tmp_path / f"{number}"
-            folder.mkdir()
-            outcome = pool.run({0: Task(program(drawn_of(name)), "reference", str(folder), {})})[0]
-            assert outcome.found, f"{name}: {outcome.error}"
+            errors = []
+            for case in itertools.islice(drawn_of(name), 3):  # Keras refuses a few: all layers frozen
+                folder = tmp_path / f"{number} {len(errors)}"
+                folder.mkdir()
+                outcome = pool.run({0: Task(program(case), "reference", str(folder), {})})[0]
+                if outcome.found:
+                    break
+                errors.append(outcome.error)
+            else:
+                raise AssertionError(f"{name}: {errors}")
 
 
 IN_A_PROCESS = """

@@ -88,20 +88,21 @@ def test_it_says_who_takes_part_and_what_changed_when() -> None:
     assert (make(steps).view, make(steps).changes) == ("", ())
 
 
-def test_what_lies_outside_the_steps_does_not_count() -> None:
+def test_times_outside_of_steps_and_messages_before_the_first_do_not_count() -> None:
     spans = [
         span("step", 1000, 2000, step=5),
         span("backward", 500, 1200),
         span("gate", 1900, 2500, bucket=0),
         span("wire", 900, 1100, bucket=0, slice=0, nbytes=7),  # begins before: its time counts, its bytes do not
         span("wire", 1999, 2300, bucket=0, slice=1, nbytes=8),
-        span("wire", 2000, 2300, bucket=0, slice=2, nbytes=9),
+        span("wire", 2000, 2300, bucket=0, slice=2, nbytes=9),  # after backward, before the next step
     ]
     summary = make(spans)
     totals = summary.totals
-    assert (totals.compute_ns, totals.exposed_ns, totals.links[0].pushed_bytes, totals.messages) == (200, 100, 8, 1)
+    assert (totals.compute_ns, totals.exposed_ns, totals.links[0].pushed_bytes, totals.messages) == (200, 100, 17, 2)
     assert totals.links[0].push_busy_ns == 101
-    assert make([*spans, span("step", 5000, 6000, step=6)], steps=(5,)) == summary
+    later = [span("step", 5000, 6000, step=6), span("wire", 5000, 5100, bucket=0, slice=3, nbytes=5)]
+    assert make([*spans, *later], steps=(5,)) == summary
 
 
 def test_the_rank_that_all_wait_for_is_the_slowest() -> None:

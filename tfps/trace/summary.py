@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -214,15 +215,14 @@ class _Summarizer:
         return _unions((rank, times) for (rank, *_), times in whole.items())
 
     def _by_step(self, *kinds: str) -> dict[int, list[Span]]:
-        """The spans that begin within each step."""
-        bounds = sorted((*ranks[min(ranks)], step) for step, ranks in self._bounds.items())
-        ends = list(itertools.accumulate((end for _, end, _ in bounds), max))
+        """The spans that begin between the begin of each step and that of the next: updates go on after backward."""
+        of_step = {span.step: span.begin_ns for span in sorted(self._kinds["step"], key=self._rank, reverse=True)}
+        begins = sorted((begin_ns, step) for step, begin_ns in of_step.items())  # on the lowest rank that has it
         found: dict[int, list[Span]] = defaultdict(list)
         for span in itertools.chain(*(self._kinds[kind] for kind in kinds)):
-            position = bisect_right(ends, span.begin_ns)
-            if position < len(bounds) and bounds[position][0] <= span.begin_ns:
-                found[bounds[position][2]].append(span)
-        return found
+            if position := bisect_right(begins, (span.begin_ns, sys.maxsize)):
+                found[begins[position - 1][1]].append(span)
+        return defaultdict(list, {step: found[step] for step in self._bounds})
 
     def _totals(
         self, times: Iterable[StepTimes], workers: int, bounds: list[Interval], messages: list[Span], sums: list[Span]

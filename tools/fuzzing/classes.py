@@ -26,6 +26,9 @@ class Pooled(keras.layers.Layer):
 
     def call(self, inputs):
         return tf.nn.embedding_lookup_sparse(self.table.value, inputs.to_sparse(), None, combiner="mean")
+
+    def compute_output_shape(self, shape):
+        return (shape[0], 4)  # Keras' own symbolic inputs of ragged tensors have no `to_sparse`
 '''
 
 GATHERED = '''
