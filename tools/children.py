@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import select
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import IO, cast
 
 END_S = 20.0
+_SWITCHES = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)", re.MULTILINE)
 Start = Callable[..., "subprocess.Popen[str]"]  # as subprocess.Popen; `Host.popen` starts on another host
 
 
@@ -76,3 +78,24 @@ def cpu_s(pid: int) -> float:
     """User and system time of a process so far."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def switches(pid: int) -> dict[int, int]:
+    """How often each thread of a process has given up its processor to wait so far, by the thread's id."""
+    found = {}
+    for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found[int(task.name)] = switches_in((task / "status").read_text())
+    return found
+
+
+def switches_in(status: str) -> int:
+    """Of the text of a thread's `status` in /proc."""
+    if (match := _SWITCHES.search(status)) is None:
+        raise ValueError(f"a thread's status must have voluntary_ctxt_switches, got {status!r}")
+    return int(match[1])
+
+
+def switches_between(before: Mapping[int, int], after: Mapping[int, int]) -> int:
+    """Of all threads that are there in the end; those of a thread that has ended meanwhile are not known."""
+    return sum(count - before.get(thread, 0) for thread, count in after.items())

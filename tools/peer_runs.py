@@ -17,7 +17,7 @@ from tfps.launch.supervisor import Command, Process, Supervisor
 from tfps.launch.terminal import Console
 from tfps.types import Argument, Json
 from tools import peers
-from tools.children import cpu_s
+from tools.children import cpu_s, switches, switches_between
 from tools.netlab import Host
 from tools.peer_workers.common import MARK, WORK_VARIABLE, Work
 from tools.peers import PeerError
@@ -132,6 +132,14 @@ class Session:
     def cpu_s(self) -> float:
         """User and system time of all roles so far."""
         return sum(cpu_s(role.process.popen.pid) for role in self._roles if role.process)
+
+    def switches(self) -> dict[int, int]:
+        """Voluntary switches of all threads of all roles so far."""
+        threads: dict[int, int] = {}
+        for role in self._roles:
+            if role.process:
+                threads |= switches(role.process.popen.pid)
+        return threads
 
 
 def _said(roles: Sequence[Role]) -> str:
@@ -312,7 +320,10 @@ def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | N
 
     Returns:
         step_s: median seconds per step at rank 0; mean_s includes the updates that follow the last step.
+        periods_s: seconds of each timed step, for each rank that reports.
         cpu_s: CPU seconds per step of all processes.
+        switches: how often per step threads of all processes gave up their processor to wait.
+        messages: that a worker sent and received per step, where its program counts them.
         load: of the machine, before.
 
     Raises:
@@ -334,16 +345,17 @@ def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | N
 
         deadline_s = START_S + work.warmup_steps * STEP_S
         session.wait(lambda: says("warm"), deadline_s, f"the end of {work.warmup_steps} warm-up steps")
-        cpu_s = session.cpu_s()
+        cpu_s, threads = session.cpu_s(), session.switches()
         deadline_s = work.steps * STEP_S + DRAIN_S
         session.wait(lambda: says("done"), deadline_s, f"the end of {work.steps} timed steps")
         cpu_s = session.cpu_s() - cpu_s
+        switched = switches_between(threads, session.switches())
         session.wait(lambda: all("result" in role.events for role in reporting), DRAIN_S, "the results of all workers")
     results = sorted((role.events["result"] for role in reporting), key=lambda result: int(result["rank"]))
-    return {"peer": name, "load": load, **figures(results, cpu_s, work)}
+    return {"peer": name, "load": load, **figures(results, cpu_s, switched, work)}
 
 
-def figures(results: Sequence[Mapping[str, Json]], cpu_s: float, work: Work) -> dict[str, Json]:
+def figures(results: Sequence[Mapping[str, Json]], cpu_s: float, switched: int, work: Work) -> dict[str, Json]:
     """What the workers' results, in order of ranks, come to.
 
     Raises:
@@ -358,9 +370,12 @@ def figures(results: Sequence[Mapping[str, Json]], cpu_s: float, work: Work) -> 
         "step_s": statistics.median(first["periods_s"]),
         "mean_s": first["drained_s"] / steps,
         "cpu_s": cpu_s / steps,
-        "periods_s": first["periods_s"],
+        "switches": switched / steps,
+        "periods_s": [result["periods_s"] for result in results],
         "loss": first["loss"],
     }
+    if "messages" in first:
+        found["messages"] = statistics.mean(result["messages"] for result in results)
     if work.layers:
         found["overslept_s"] = first["overslept_s"] / (work.warmup_steps + work.steps)
     return found

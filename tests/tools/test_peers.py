@@ -103,7 +103,9 @@ def test_tfps_is_measured_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(peer_runs, "cpu_s", cpu_s)
     found = measure("tfps", Place(), TINY)
-    assert len(found["periods_s"]) == TINY.steps
+    assert [len(of_rank) for of_rank in found["periods_s"]] == [TINY.steps] * TINY.workers
+    assert found["switches"] > 0
+    assert found["messages"] > 0
     assert 0 < found["step_s"] < 10
     assert 0 < found["mean_s"] < 10
     roles = TINY.workers + TINY.servers
@@ -154,15 +156,23 @@ def result(rank: int, checksum: float, **more: Argument) -> dict[str, Json]:
 
 
 def test_figures_are_those_of_rank_0() -> None:
-    found = figures([result(0, 100.0), result(1, 100.0) | {"periods_s": [9.0]}], cpu_s=1.5, work=TINY)
+    found = figures([result(0, 100.0), result(1, 100.0) | {"periods_s": [9.0]}], cpu_s=1.5, switched=60, work=TINY)
     assert found["step_s"] == 0.2
     assert found["mean_s"] == pytest.approx(0.3)
     assert found["cpu_s"] == 0.5
+    assert found["switches"] == 20
+    assert found["periods_s"] == [[0.1, 0.3, 0.2], [9.0]]  # but these, of all ranks
+
+
+def test_messages_are_those_of_a_worker_on_average() -> None:
+    found = figures([result(0, 1.0, messages=10.0), result(1, 1.0, messages=12.0)], 1.5, 60, TINY)
+    assert found["messages"] == 11.0
+    assert "messages" not in figures([result(0, 1.0)], 1.5, 60, TINY)
 
 
 def test_workers_that_have_not_trained_together_are_refused() -> None:
     with pytest.raises(PeerError, match="all workers must have the same weights at the end"):
-        figures([result(0, 100.0), result(1, 100.1)], cpu_s=1.5, work=TINY)
+        figures([result(0, 100.0), result(1, 100.1)], cpu_s=1.5, switched=60, work=TINY)
 
 
 def test_headline_has_medians_over_rounds() -> None:

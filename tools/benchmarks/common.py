@@ -1,4 +1,4 @@
-"""What benchmarks share: their outcome, the machine, medians."""
+"""What benchmarks share: their outcome, the machine, medians, tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tfps.types import Json
 
@@ -20,6 +21,23 @@ class Outcome:
 
     headline: Mapping[str, float]
     runs: list[dict[str, Json]] = field(default_factory=list)
+
+
+class Table(NamedTuple):
+    """What it is about, and cells by row."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def text(self) -> str:
+        """Aligned, for a terminal."""
+        widths = [max(map(len, column)) for column in zip(self.heads, *self.rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) if not place else cell.rjust(width) for place, (cell, width) in enumerate(line))
+            for line in (list(zip(row, widths, strict=True)) for row in (self.heads, *self.rows))
+        ]
+        return "\n".join([self.title, *lines])
 
 
 def machine() -> dict[str, Json]:

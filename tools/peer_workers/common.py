@@ -27,7 +27,8 @@ class Work:
     """What every peer trains, each worker with a batch of its own.
 
     Without `layers` an MLP: `depth` dense layers of `width` on inputs of `width`, and one of `classes`. With `layers`
-    they sleep instead of computing.
+    they sleep instead of computing. With `rows`, and tfps alone, a recommender that is one table: each of its rows has
+    `classes` floats, and the mean of an example's `width` rows are its logits.
     """
 
     warmup_steps: int
@@ -39,12 +40,15 @@ class Work:
     depth: int = 3
     classes: int = 10
     layers: tuple[tuple[str, float, float, int], ...] = ()  # name, seconds forward, backward, number of items
+    rows: int = 0
 
     @property
     def items(self) -> int:
         """Float32 parameters of the model."""
         if self.layers:
             return sum(items for _, _, _, items in self.layers)
+        if self.rows:
+            return self.rows * self.classes
         return self.depth * (self.width + 1) * self.width + (self.width + 1) * self.classes
 
     def to_json(self) -> str:

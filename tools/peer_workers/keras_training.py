@@ -5,7 +5,7 @@ Which Keras is an argument everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,13 +20,28 @@ if TYPE_CHECKING:
     from tfps.types import Argument, Array, Batches, Callback, Layer, Logs, Model, Optimizer, Value, Variable
 
 LEARNING_RATE = 0.01
+ID_BATCHES = 32  # that differ, for a table
 
 
-def build(keras: Library, work: Work, optimizer: Optimizer, sleeper: Sleeper) -> Model:
-    """The compiled model. Call it in the strategy's scope."""
+def build(
+    keras: Library,
+    work: Work,
+    optimizer: Optimizer,
+    sleeper: Sleeper,
+    table: Callable[[int, int], Layer] | None = None,
+) -> Model:
+    """The compiled model. Call it in the strategy's scope.
+
+    Args:
+        table: makes a layer of so many rows of so many floats, for a work of `rows`.
+    """
     if work.layers:
         model = keras.Sequential([keras.layers.Input((1,)), *sleeping_layers(keras, work, sleeper)])
         loss: Argument = "mse"
+    elif table and work.rows:
+        rows = [table(work.rows, work.classes), keras.layers.GlobalAveragePooling1D()]
+        model = keras.Sequential([keras.layers.Input((work.width,), dtype="int64"), *rows])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     else:
         hidden = [keras.layers.Dense(work.width, activation="relu") for _ in range(work.depth)]
         model = keras.Sequential([keras.layers.Input((work.width,)), *hidden, keras.layers.Dense(work.classes)])
@@ -83,8 +98,15 @@ def _operation(forward_s: float, backward_s: float, sleeper: Sleeper) -> Value:
 
 
 def data(work: Work, batch: int) -> Batches:
-    """One random batch, again and again, for every worker alike (a strategy splits it if `batch` is that of all)."""
+    """One random batch, again and again, for every worker alike (a strategy splits it if `batch` is that of all).
+
+    With `work.rows` it is `ID_BATCHES` of them: the same ids in each step would have rows wait for the step before.
+    """
     random = np.random.default_rng(0)
+    if work.rows:
+        ids = random.integers(0, work.rows, (ID_BATCHES, batch, work.width))
+        classes = random.integers(0, work.classes, (ID_BATCHES, batch))
+        return tf.data.Dataset.from_tensor_slices((ids, classes)).repeat()
     if work.layers:
         features: Array = np.full((batch, 1), 1e-3, np.float32)
         targets: Array = np.zeros((batch, 1), np.float32)

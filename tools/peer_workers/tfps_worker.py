@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import keras
 
 import tfps
 from tools.peer_workers import keras_training
 from tools.peer_workers.common import Clock, Sleeper, Work
 
+if TYPE_CHECKING:
+    from tfps.worker.worker import Worker
+
+
+class CountingClock(Clock):
+    """Counts the frames with data that this worker sends and receives in the timed steps."""
+
+    def __init__(self, work: Work, strategy: tfps.Strategy) -> None:
+        super().__init__(work, strategy.rank)
+        self._queues = cast("Worker", strategy._runtime.exchange)._queues
+        self.messages = 0
+
+    def warm(self) -> None:
+        super().warm()
+        self.messages = -self._total()
+
+    def drained(self) -> None:
+        super().drained()
+        self.messages += self._total()
+
+    def _total(self) -> int:
+        loads = [queue.load for queue in self._queues]
+        return sum(load.sent_slices + load.received_slices for load in loads)
+
 
 def main() -> None:
     work, sleeper = Work.from_environment(), Sleeper()
     strategy = tfps.Strategy()
-    clock = Clock(work, strategy.rank)
+    clock = CountingClock(work, strategy)
     with strategy.scope():
-        model = keras_training.build(keras, work, keras.optimizers.SGD(keras_training.LEARNING_RATE), sleeper)
+        optimizer = keras.optimizers.SGD(keras_training.LEARNING_RATE)
+        model = keras_training.build(keras, work, optimizer, sleeper, tfps.layers.Embedding)
     checksum = keras_training.fit(keras, model, work, work.batch * work.workers, clock)
-    clock.report(checksum, overslept_s=sleeper.overslept_s)
+    clock.report(checksum, overslept_s=sleeper.overslept_s, messages=clock.messages / work.steps)
     strategy.close()
 
 

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from tfps.types import Json
+from tools.benchmarks.common import Table
 
 Run = Mapping[str, Json]
 Runs = Sequence[Run]
 Key = TypeVar("Key", bound=Hashable)
 _SPEEDS = ("pull", "numpy_take", "update", "numpy_update", "numpy_scatter")
-
-
-class Table(NamedTuple):
-    """Of one part: what it is about, and cells by row."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def text(self) -> str:
-        """Aligned, for a terminal."""
-        widths = [max(map(len, column)) for column in zip(self.heads, *self.rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) if not place else cell.rjust(width) for place, (cell, width) in enumerate(line))
-            for line in (list(zip(row, widths, strict=True)) for row in (self.heads, *self.rows))
-        ]
-        return "\n".join([self.title, *lines])
 
 
 def tables(runs: Runs) -> Iterator[Table]:
