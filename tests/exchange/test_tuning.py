@@ -361,6 +361,24 @@ def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster
     poll(lambda: tuner._busy() == told())  # the last ones may still come
 
 
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_all_ranks_know_alike_whether_anything_travels(cluster: Cluster, wanted: tuple[bool, ...]) -> None:
+    assert [worker.info.one_host for worker in sharing(cluster, *wanted, pservers=2)] == [all(wanted)] * 2
+
+
+def test_where_nothing_travels_slices_are_large_as_soon_as_all_can_change(cluster: Cluster) -> None:
+    members = sharing(cluster, True, True, pservers=2)
+    many = [worker._buckets[0] for worker in members]
+    assert min(len(bucket.cutting.slices) for bucket in many) > 8
+
+    def is_cut_anew() -> bool:
+        for pending in [push(worker, 0, bytes(many[0].spec.nbytes)) for worker in members]:
+            pending.wait()
+        return all(max(each.nbytes for each in bucket.cutting.slices) == MAX_TUNED_GRPC_BYTES for bucket in many)
+
+    poll(is_cut_anew)
+
+
 def test_slices_are_as_many_times_as_large_as_what_is_sent_of_them() -> None:
     def bucket(codec: str, nbytes: int, occasional: bool = False) -> PushedBucket:
         spec = BucketSpec(("x",), "sum", nbytes, "float32", 0, occasional, codec=codec_of(codec))

@@ -139,6 +139,8 @@ class Info(Protocol):
     @property
     def embedded(self) -> bool: ...  # one worker and no pserver: what is pushed comes back unchanged
     @property
+    def one_host(self) -> bool: ...  # nothing travels: all workers share memory with all pservers, and none can join
+    @property
     def run(self) -> str: ...  # tells this run of the job from others, the same on all ranks; empty if embedded
     @property
     def slice_bytes(self) -> int: ...  # maximum size of slices, as tuned; 0 if nothing is cut

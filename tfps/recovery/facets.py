@@ -21,7 +21,7 @@ _MOST_COUNTERS = 8  # of which numbers are known; an epoch has one
 class ElasticInfo:
     """See `Info`."""
 
-    embedded = False
+    embedded = one_host = False  # a worker that joins may be on another host
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -47,8 +47,8 @@ class UpdateScheduler:
         self._strategy, self._runtime, self._compared = strategy, runtime, compared
         self.compressing = compressing
         self._replicas, self._slice_bytes = replicas, slice_bytes
-        # Without a network there is no wait to hide: the fewer buckets the better.
-        self._first_bytes = slice_bytes if runtime.alone else _FIRST_BUCKET_BYTES
+        # Without a network there is next to no wait to hide: the fewer buckets the better.
+        self._first_bytes = slice_bytes if runtime.exchange.info.one_host else _FIRST_BUCKET_BYTES
         self._warned: set[str] = set()
         self._state_name = f"_tfps_state_{next(_numbers)}"
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last call ended

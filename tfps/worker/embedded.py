@@ -42,7 +42,7 @@ from tfps.worker.captures import ProcessCaptures
 class EmbeddedInfo:
     """The `Info` of an exchange in which nothing travels."""
 
-    embedded = True
+    embedded = one_host = True
     run = ""
     slice_bytes = window_bytes = 0
 

@@ -5,6 +5,7 @@ Tested in tests/worker/test_worker.py and tests/worker/test_compression.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.client import PserverClient
 from tfps.worker.pushes import Pushes
+
+_STATUS_TIMEOUT_S = 30.0
 
 
 class WorkerInfo:
@@ -40,6 +43,13 @@ class WorkerInfo:
         self._pservers, self._queues, self._memory = pservers, queues, memory
         self._cpu_s: list[float] = []  # of each pserver, when training began
         self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes
+
+    @functools.cached_property
+    def one_host(self) -> bool:
+        """Asks the pservers, all of which say the same to all ranks once every worker has joined."""
+        return len(self._memory.pservers) == len(self._pservers) and all(
+            member.shared_memory for members in self._client.members(_STATUS_TIMEOUT_S) for member in members
+        )
 
     @property
     def run(self) -> str:

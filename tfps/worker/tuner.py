@@ -50,6 +50,7 @@ class Tuner:
     ) -> None:
         self._config, self._client, self._queues, self._memory, self._tune = config, client, queues, memory, tune
         self._ask = False  # whether to ask the pservers for the network's throughput
+        self._travels = True  # anything, between hosts
         self._most = layout.MAX_TUNED_GRPC_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._sizes: tuple[int, int] | None = None  # those of the last change
@@ -66,6 +67,7 @@ class Tuner:
         if len(self._memory.pservers) == len(self._client.pservers):
             members = itertools.chain(*self._client.members(_PROBE_TIMEOUT_S))
             self._ask = any(not member.shared_memory for member in members)
+            self._travels = self._ask
             self._most = layout.MAX_TUNED_GRPC_BYTES if self._ask else layout.MAX_TUNED_BYTES  # others may use gRPC
         self._round_trip_s = max(min(_call_s(p) for _ in range(_PROBES)) for p in self._client.pservers)
         far = self._far()
@@ -96,6 +98,10 @@ class Tuner:
             if self._measured is not None:
                 self._busy_then = busy
         if steps < self._first[1] + _STEPS:
+            return
+        if not self._travels and self._sizes is None:  # what counts is wakes of threads, four a slice
+            self._set(layout.MAX_TUNED_GRPC_BYTES, 2 * layout.MAX_TUNED_GRPC_BYTES)
+            self._first, self._busy_then, self._steps_then = None, busy, steps + 3
             return
         then = self._busy_then or [Throughput()] * len(busy)
         busy = [Throughput(b.nbytes - a.nbytes, b.seconds - a.seconds) for a, b in zip(then, busy, strict=True)]
@@ -137,11 +143,7 @@ class Tuner:
     def _change(self, measured: layout.Measured, slice_bytes: int, window_bytes: int, ratio: float) -> int:
         """Changes sizes that are "auto"; returns the new slice size, `ratio` times that on the wire."""
         slice_bytes = min(int(slice_bytes * ratio) // 4096 * 4096, max(self._most, slice_bytes))
-        fixed = self._config
-        slice_bytes = slice_bytes if fixed.slice_bytes == "auto" else fixed.slice_bytes
-        window_bytes = window_bytes if fixed.window_bytes == "auto" else fixed.window_bytes
-        self._sizes = slice_bytes, window_bytes
-        self._tune(slice_bytes, window_bytes)
+        slice_bytes, window_bytes = self._set(slice_bytes, window_bytes)
         logger.info(
             "tfps: tuned: slices of %.0f KiB, windows of %.0f KiB (%.3g MB/s, round trip %.2f ms, %.2f ms per message)",
             slice_bytes / 1024,
@@ -151,6 +153,15 @@ class Tuner:
             measured.message_s * 1e3,
         )
         return slice_bytes
+
+    def _set(self, slice_bytes: int, window_bytes: int) -> tuple[int, int]:
+        """Changes sizes that are "auto"; returns all."""
+        fixed = self._config
+        slice_bytes = slice_bytes if fixed.slice_bytes == "auto" else fixed.slice_bytes
+        window_bytes = window_bytes if fixed.window_bytes == "auto" else fixed.window_bytes
+        self._sizes = slice_bytes, window_bytes
+        self._tune(slice_bytes, window_bytes)
+        return self._sizes
 
 
 def ratio(buckets: Sequence[PushedBucket]) -> float:
