@@ -100,7 +100,7 @@ def drawn_of(name: str) -> Iterator[Case]:
 def test_a_program_of_each_kind_runs_in_plain_keras(tmp_path: Path) -> None:
     with Pool(1) as pool:
         for number, name in enumerate(KINDS):
-            errors = []
+            errors: list[str] = []
             for case in itertools.islice(drawn_of(name), 3):  # Keras refuses a few: all layers frozen
                 folder = tmp_path / f"{number} {len(errors)}"
                 folder.mkdir()
