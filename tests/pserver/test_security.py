@@ -162,7 +162,8 @@ def test_the_status_of_a_pserver_with_a_token_needs_it(files: dict[str, str]) ->
         assert json.loads(_status(address, "--token-file", files[SECRET]))["job"]["state"] == "idle"
         assert _status(address) == (
             f"tfps_pserver: pserver {address} wants a job token, this client sent none: set TFPS_TOKEN_FILE (or "
-            "token_file, --token-file) to its file\n"
+            "token_file, --token-file) to its file; a job of tfps_launch has one that nobody can name, unless it was "
+            "started with --token-file\n"
         )
 
 

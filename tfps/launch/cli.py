@@ -67,10 +67,12 @@ class Plan:
             self.check_number(max(self.workers, self.min_workers or 1) if self.slurm else self.workers)
         elif self.max_workers is None:
             raise ConfigError("--join needs the options --min-workers and --max-workers that the job was started with")
-        if self.restart < 0 or (self.restart and self.min_workers is None):
+        if self.restart < 0:
+            raise ConfigError(f"--restart must be at least 0, got {self.restart}")
+        if self.restart and self.min_workers is None:
             raise ConfigError(
-                f"--restart must be a number from 0 and needs --min-workers, got {self.restart} with --min-workers "
-                f"{self.min_workers}"
+                f"--restart needs --min-workers, with how many workers the others go on meanwhile; got --restart "
+                f"{self.restart} alone"
             )
         if self.metrics_port and not 0 < self.metrics_port <= _PORTS - pservers:
             raise ConfigError(

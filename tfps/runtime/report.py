@@ -228,7 +228,8 @@ def make_report(
     if longest < MIN_STEPS:
         every = stepping.inner_steps
         what = "training steps after the first ones" if every == 1 else f"exchanges, one in {every} steps"
-        raise TfpsError(f"a report needs at least {MIN_STEPS} {what}, got {longest}")
+        none = "" if histories else ": no model that was made in `with strategy.scope():` has trained"
+        raise TfpsError(f"a report needs at least {MIN_STEPS} {what}, got {longest}{none}")
     # Only buckets of every step: other models and a second optimizer have separate steps.
     buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
     rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]

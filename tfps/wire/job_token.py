@@ -82,7 +82,7 @@ class JobToken:
         if not received:
             return (
                 "wants a job token, this client sent none: set TFPS_TOKEN_FILE (or token_file, --token-file) to its "
-                "file"
+                "file; a job of tfps_launch has one that nobody can name, unless it was started with --token-file"
             )
         return (
             "has another job token than this client: TFPS_TOKEN_FILE (or token_file, --token-file) must name a file "
