@@ -113,9 +113,14 @@ def test_what_has_no_rows_is_not_assigned() -> None:
         with pytest.raises(UnsupportedError, match=r"'embedding.*/rows'.*save_weights\(\) and load_weights\(\)"):
             model.set_weights(values)
     (own, theirs) = (each.layers[1].weights[0] for each in (model, other))
-    for assign in (lambda: own.assign(theirs), lambda: own.assign_add(np.ones((1, DIM)))):
+    matrix = [np.ones((ROWS, DIM), np.float32)]
+    for assign in (
+        *(lambda: own.assign(theirs), lambda: own.assign_add(np.ones((1, DIM)))),
+        lambda: model.layers[1].set_weights(matrix),
+    ):
         with pytest.raises(UnsupportedError, match="load_rows"):
             assign()
+    model.layers[1].set_weights(model.layers[1].get_weights())
     np.testing.assert_array_equal(rows_of(model), rows)
 
 

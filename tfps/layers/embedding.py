@@ -256,6 +256,17 @@ class Embedding(keras.layers.Layer):
         self._check_array(ids)
         return self._table.table.read_rows(ids)
 
+    def set_weights(self, weights: Sequence[Value]) -> None:
+        """As Keras', of what `get_weights` has returned in this run; other rows come by `load_rows`.
+
+        Raises:
+            UnsupportedError: it is something else, as a matrix of rows.
+        """
+        if len(weights) == len(self.weights) == 1:
+            self.weights[0].assign(weights[0])  # Keras would look at shapes first, and say nothing of rows
+        else:
+            super().set_weights(weights)
+
     def load_rows(self, ids: Argument, rows: Argument) -> None:
         """Replaces rows: `rows` float32 [n, output_dim] of `ids`, integers [n], each once. Every rank must call it.
 
