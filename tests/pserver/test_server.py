@@ -238,7 +238,9 @@ def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: 
 
     error, _ = attempt(declare_last, members[1 - last].declare)
     assert isinstance(error, WaitTimeoutError)
-    assert re.search(r"not joined: rank 1 \(rawhost:\d+\) \(is it started\? see its log\)$", str(error))
+    assert re.search(
+        r"not joined: rank 1 \(rawhost:\d+\) \(is it started\? see its log; --workers is 2 here\)$", str(error)
+    )
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ class Declarations:
             self._state.raise_failure()
             declaration.lines.pop(rank, None)
             names = ", ".join(map(members.describe, late or members.not_streaming()))
-            raise WaitTimeoutError(f"not {what}: {names} ({EVERY_RANK if number else 'is it started? see its log'})")
+            hint = EVERY_RANK if number else f"is it started? see its log; --workers is {members.view.workers} here"
+            raise WaitTimeoutError(f"not {what}: {names} ({hint})")
 
     def _compare(self, declaration: Declaration) -> dict[int, str]:
         """Fails the job if what ranks have declared differs; who is on trial is taken out instead: returns why."""

@@ -172,9 +172,11 @@ class PserverClient:
                     raise InterruptError(f"rank {rank}: interrupted while it waited for other ranks") from None
                 if time.monotonic() >= deadline_s:
                     name = "step_timeout_s" if request.number else "connect_timeout_s"
+                    hint = f"; TFPS_{name.upper()} ({name}) sets how long ranks wait for each other"
+                    if hint in str(error):  # it is another rank's
+                        hint = ""
                     raise WaitTimeoutError(
-                        f"pserver {pserver.address}: after {timeout_s:.3g} s {error}; TFPS_{name.upper()} ({name}) "
-                        "sets how long ranks wait for each other"
+                        f"pserver {pserver.address}: after {timeout_s:.3g} s {error}{hint}"
                     ) from None
 
     def _not_declared(self, pserver: Pserver) -> str:
