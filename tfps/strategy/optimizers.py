@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ from tfps.updates.itself import UpdatesItself
 from tfps.updates.nonfinite import Guard
 from tfps.updates.variables import GatedVariable, current_replica
 
+logger = logging.getLogger("tfps")
 _NONFINITE = "tests/updates/test_nonfinite.py"
 _COMPILING, _TAUGHT = "tests/strategy/test_compiling.py", "tests/programs/test_taught.py"
 _OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
@@ -117,6 +119,12 @@ def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
         (strategy,) = strategies
         adopt(optimizer, strategy)
         strategy.extended.policy.group_gates(gated)
+        if strategy.extended.changes and optimizer.gradient_accumulation_steps:
+            logger.warning(
+                "tfps: with min_workers, gradients that a worker has accumulated (gradient_accumulation_steps) and not "
+                "applied are lost when it leaves, and one that joins takes part in an update that others have begun: "
+                "this update is not that of plain Keras (docs/faults.md)"
+            )
         if isinstance(optimizer, _SCALING):
             for variable in (optimizer.dynamic_scale, optimizer.step_counter):  # no statistics of rows
                 variable.value.never_combined = True

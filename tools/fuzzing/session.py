@@ -72,8 +72,12 @@ class Session:
                 case = draw(f"{self.seed} {number}", self.workers, self.without, self.compressed)
                 if self.elastic:
                     case = _longer(case)
-                if not self.elastic or (case.place.workers > 1 and case.place.pservers and case.fits):
+                if self._may_run(case):
                     self._try(case, processes)
+
+    def _may_run(self, case: Case) -> bool:
+        """Whether a worker can leave it, if one is to."""
+        return not self.elastic or bool(case.place.workers > 1 and case.place.pservers and case.fits)
 
     def _is_over(self) -> bool:
         return time.monotonic() - self._start > self.minutes * 60 or sum(self.ran.values()) >= self.most_cases
@@ -105,7 +109,7 @@ class Session:
                 program(case)
             except KeyError:  # a layer that does not fit the one before
                 return False
-            if not usable(case, self.without):
+            if not usable(case, self.without) or not self._may_run(case):
                 return False
             tried = self._run(case, pool)
             if _kind(tried) != kind:
