@@ -50,7 +50,6 @@ class Tuner:
     ) -> None:
         self._config, self._client, self._queues, self._memory, self._tune = config, client, queues, memory, tune
         self._ask = False  # whether to ask the pservers for the network's throughput
-        self._travels = True  # anything, between hosts
         self._most = layout.MAX_TUNED_GRPC_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._sizes: tuple[int, int] | None = None  # those of the last change
@@ -67,7 +66,6 @@ class Tuner:
         if len(self._memory.pservers) == len(self._client.pservers):
             members = itertools.chain(*self._client.members(_PROBE_TIMEOUT_S))
             self._ask = any(not member.shared_memory for member in members)
-            self._travels = self._ask
             self._most = layout.MAX_TUNED_GRPC_BYTES if self._ask else layout.MAX_TUNED_BYTES  # others may use gRPC
         self._round_trip_s = max(min(_call_s(p) for _ in range(_PROBES)) for p in self._client.pservers)
         far = self._far()
@@ -99,7 +97,7 @@ class Tuner:
                 self._busy_then = busy
         if steps < self._first[1] + _STEPS:
             return
-        if not self._travels and self._sizes is None:  # what counts is wakes of threads, four a slice
+        if self._sizes is None and not self._ask and not self._far():  # nothing travels: wakes count, four a slice
             self._set(layout.MAX_TUNED_GRPC_BYTES, 2 * layout.MAX_TUNED_GRPC_BYTES)
             self._first, self._busy_then, self._steps_then = None, busy, steps + 3
             return
