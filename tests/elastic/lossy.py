@@ -38,7 +38,12 @@ JOIN_AFTER = json.loads(os.environ.get("JOIN_AFTER", "[0, 5]"))
 NEWCOMERS = int(os.environ.get("NEWCOMERS", "1"))
 EPOCHS = int(os.environ.get("EPOCHS", "2"))
 SAMPLES = 5 * BATCH + 13
-OPTIMIZERS = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
+EVERY = 4  # batches that are accumulated before an update
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=EVERY),
+}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -141,6 +146,16 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
         each = list(batches(x, y))
         yielded = (each[turned(number, len(each))] for number in range(len(each) * (EPOCHS if forever else 1)))
         save_history(folder, strategy, model.fit(yielded, steps_per_epoch=forever, **more))
+    elif "alone" in kind:  # each worker by itself, as Keras' guides have it, with all rows
+
+        @tf.function
+        def step_alone(inputs: tf.Tensor, targets: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                loss = LOSS(targets, model(inputs))
+            model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        for inputs, targets in [*batches(x, y)] * EPOCHS:
+            step_alone(tf.constant(inputs), tf.constant(targets))
     elif "loop" in kind:
         model.optimizer.build(model.trainable_variables)
         data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
@@ -156,6 +171,10 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
                 strategy.run(step, args=batch)
     else:
         save_history(folder, strategy, model.fit(x, y, batch_size=BATCH, shuffle="shuffled" in kind, **more))
+
+
+def optimizer_of(kind: str) -> str:
+    return next((each for each in OPTIMIZERS if each in kind), "sgd")
 
 
 def save_history(folder: Path, strategy: tfps.Strategy, fitted: keras.callbacks.History) -> None:
@@ -249,7 +268,7 @@ def train(folder: Path, kind: str, fault: list[Argument] | None) -> None:
     with strategy.scope():
         model = build_with_table() if "table" in kind else build()
         model.compile(
-            OPTIMIZERS["adam" if "adam" in kind else "sgd"](),
+            OPTIMIZERS[optimizer_of(kind)](),
             LOSS,
             metrics=["accuracy"],
             steps_per_execution=2 if "several" in kind else 1,
@@ -279,24 +298,33 @@ def plain(folder: Path, rank: str) -> None:
     x, y = training.digits(SAMPLES)
     all_batches = list(batches(x, y))
     build()  # draws numbers
+    whole = "alone" in found["kind"]
     steps = [all_batches[number] for order in epochs_of(found["kind"]) for number in order]
     epoch = len(all_batches)
     # A loop of its own asks for the rows when it takes a step, not when it announces it: the last that a lost worker
     # has said may be those of the step after the one whose gradients it did not push to the end.
+    accumulates = "accumulated" in found["kind"]
     ended: dict[int, int] = {}
+    if whole:  # a step counts those who say at its beginning that they take it
+        found["divided"] = [
+            tuple(each for each in range(3) if all(each != lost or n <= step for lost, _, step, _ in found["losses"]))
+            for n in range(len(steps))
+        ]
     for lost, _, step, _ in found["losses"] if "loop" in found["kind"] else ():
         ended[lost] = min(step, ended.get(lost, step))
 
     def lacking(number: int, each: int, bucket: str) -> Iterator[tuple[int, int]]:
-        step, indices = counted.get((each, bucket), (len(steps), ()))
+        # Pushes are of updates.
+        update, indices = counted.get((each, bucket), (len(steps), ()))
+        step, now = (update * EVERY, number - number % EVERY) if accumulates else (update, number)
         _, slices = found["buckets"][bucket]
         stays = all(each in ranks for ranks in found["divided"][step : number + 1])  # else it has joined again
-        if number > step and stays and number // epoch == step // epoch:
+        if now > step and stays and (accumulates or number // epoch == step // epoch):
             yield from slices  # others had agreed with it on the next batches already
-        elif number == step:
+        elif now == step:
             yield from (slices[index] for index in indices)
 
-    kind = "adam" if "adam" in found["kind"] else "sgd"
+    kind = optimizer_of(found["kind"])
     names = {bucket: names for bucket, (names, _) in found["buckets"].items()}
 
     def possible(further: int) -> list[np.ndarray]:
@@ -304,7 +332,7 @@ def plain(folder: Path, rank: str) -> None:
             return number > ended.get(each, number) + further
 
         keras.backend.clear_session()  # names begin anew
-        return without(kind, steps, found["divided"], names, lacking, is_absent)
+        return without(kind, steps, found["divided"], names, lacking, is_absent, whole=whole)
 
     (folder / "plain.pickle").write_bytes(pickle.dumps(list(map(possible, (0, 1) if ended else (0,)))))
 
@@ -316,6 +344,8 @@ def without(
     buckets: Mapping[str, Sequence[str]],
     lacking: Callable[[int, int, str], Iterable[tuple[int, int]]],
     is_absent: Callable[[int, int], bool] = lambda number, rank: False,
+    *,
+    whole: bool = False,  # each has all rows
 ) -> list[np.ndarray]:
     """The weights of plain Keras after `steps`, without what was lost.
 
@@ -330,10 +360,11 @@ def without(
     by_path = {variable.path: number for number, variable in enumerate(variables)}
     for number, ((inputs, targets), ranks) in enumerate(zip(steps, divided, strict=False)):
         sums = [np.zeros(variable.shape, np.float32).reshape(-1) for variable in variables]
-        rows = [len(datasets.part_of(place, len(ranks), tf.constant(inputs))) for place in range(len(ranks))]
+        places = [(0, 1) if whole else (place, len(ranks)) for place in range(len(ranks))]
+        rows = [len(datasets.part_of(*place, tf.constant(inputs))) for place in places]
         total = sum(own for each, own in zip(ranks, rows, strict=True) if not is_absent(number, each))
-        for place, each in enumerate(ranks):
-            own_x, own_y = (datasets.part_of(place, len(ranks), tf.constant(part)) for part in (inputs, targets))
+        for place, each in zip(places, ranks, strict=True):
+            own_x, own_y = (datasets.part_of(*place, tf.constant(part)) for part in (inputs, targets))
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(
                     keras.losses.sparse_categorical_crossentropy(own_y, model(own_x), from_logits=True)

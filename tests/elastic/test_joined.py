@@ -30,6 +30,7 @@ CASES = {
     "too few are left": ("arrays few", 1, [9, 9]),
     "within an epoch": ("arrays joined adam", 1, [1, 1]),
     "within the first epoch": ("dataset joined", 0, [0, 3]),
+    "within an update": ("arrays joined accumulated", 0, [1, 2]),
     "within an epoch, shuffled": ("arrays joined shuffled", 1, [1, 2]),
     "where the data goes on": ("dataset repeated joined", 1, [1, 2]),
     "between epochs where the data goes on": ("dataset repeated joined", 0, [0, 5]),

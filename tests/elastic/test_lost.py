@@ -99,6 +99,7 @@ CASES: dict[str, tuple[str, dict[int, tuple[Argument, ...]], dict[str, str]]] = 
     "in a save": ("arrays save", {0: (0, "in a save")}, {}),
     "nobody, in a custom loop": ("loop", {}, {}),
     "in a custom loop": ("loop", {1: (3, "between slices")}, {}),
+    "in a loop of each worker alone": ("alone", {1: (3, "before a push")}, {}),
     "two at once": ("arrays", {0: (3, "between slices"), 2: (3, "before a push")}, {}),
     "one after the other": ("arrays", {0: (2, "before a push"), 1: (6, "after the last push")}, {}),
     "update on the server": ("arrays", {1: (3, "between slices")}, {"TFPS_UPDATE": "server"}),
@@ -113,6 +114,8 @@ CASES: dict[str, tuple[str, dict[int, tuple[Argument, ...]], dict[str, str]]] = 
     "with two devices": ("arrays", {1: (3, "between slices")}, {"DEVICES": "2"}),
     "several steps at a time": ("several steps", {1: (2, "before a push")}, {}),
     "eagerly": ("eagerly", {1: (4, "in an announcement")}, {}),
+    "accumulated": ("arrays accumulated", {1: (1, "between slices")}, {}),
+    "accumulated, rank 0": ("arrays accumulated", {0: (5, "in an announcement")}, {}),
     "over gRPC": ("arrays", {1: (3, "between slices")}, {"TFPS_TRANSPORT": "grpc", "TFPS_SHARED_MEMORY": "0"}),
     "over TCP": ("arrays", {1: (3, "between slices")}, {"TFPS_SHARED_MEMORY": "0"}),
 }
@@ -136,7 +139,15 @@ def test_a_worker_that_gets_sigterm_ends_its_step_and_no_row_is_lost(
     assert "left at step" in job.outputs[0]
 
 
-SOME = ("stopped",)  # in the quick suite; each of the others differs in one thing
+@pytest.mark.parametrize("kind", ["arrays accumulated", "dataset accumulated several steps"])
+def test_a_worker_that_gets_sigterm_ends_its_update(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    job = trained(cluster, tmp_path, kind, {1: (5, "in an announcement", signal.SIGTERM)}, {})
+    job.check([1])
+    assert job.codes == [0, -signal.SIGTERM, 0]
+    assert [1 in ranks for ranks in job.survivors[0]["divided"]] == [True] * 8 + [False] * 4
+
+
+SOME = ("stopped", "accumulated")  # in the quick suite; each of the others differs in one thing
 
 
 def _case(name: str) -> ParameterSet:

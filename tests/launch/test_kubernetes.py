@@ -24,7 +24,7 @@ from tfps.config import Config, Launch, Security
 from tfps.errors import REFUSED
 from tfps.launch import cli, kubernetes
 from tfps.launch.cli import parse
-from tfps.strategy.preemption import BETWEEN_STEPS_S, SETTLE_S
+from tfps.strategy.preemption import BETWEEN_UPDATES_S, SETTLE_S
 from tfps.types import Json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -201,7 +201,7 @@ def test_workers_that_others_can_do_without_come_back_and_may_be_evicted(form: s
     assert [Config.from_environment(worker.env).min_workers for worker in workers] == [2] * 5
     assert all("TFPS_MIN_WORKERS" not in pserver.env for pserver in pservers)
     # preemption.py waits for a step and for what it has sent, then the process ends; Kubernetes' own 30 s are too few.
-    assert all(worker.spec["terminationGracePeriodSeconds"] > BETWEEN_STEPS_S + SETTLE_S for worker in workers)
+    assert all(worker.spec["terminationGracePeriodSeconds"] > BETWEEN_UPDATES_S + SETTLE_S for worker in workers)
     assert all("terminationGracePeriodSeconds" not in pserver.spec for pserver in pservers)
     budgets = [each["spec"]["minAvailable"] for each in found if each["kind"] == "PodDisruptionBudget"]
     assert sorted(budgets) == [2, 2]

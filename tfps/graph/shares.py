@@ -150,6 +150,8 @@ class Share:
         sum_rows: Callable[[tf.Tensor], tf.Tensor | None],  # over all replicas, by an exchange; None if it cannot
         step: KerasStep | None = None,  # None if the replica function is a program's own
         inputs: Structure = (),  # the batch, in the graph of the replica function
+        *,
+        changes: bool = False,  # whether `replicas` may be others, of which the sum of rows tells
     ) -> None:
         self.graph = None if tf.executing_eagerly() else ops.get_default_graph()
         self.rows, self.replicas, self.step = rows, replicas, step
@@ -159,7 +161,7 @@ class Share:
         # Called at the end of the replica function, while it is traced, with what it returns; by id of a variable.
         self.at_end: dict[int, Callable[[Structure], None]] = {}
         self._kinds: RowKinds | None = None
-        self._sum_rows = sum_rows
+        self._sum_rows, self._changes = sum_rows, changes
         self._total: tf.Tensor | None = None
         self._noted: tf.Tensor | None = None  # the total, if this graph trains
         self._weight: tf.Tensor | None = None  # replaces that by rows
@@ -206,7 +208,10 @@ class Share:
             self._total = self._noted
         if self._total is None and exchange:
             with self._in_graph(), replaced(_current, "gradients", None):
-                self._total = self._sum_rows(self.rows)
+                if not self._changes:
+                    self._total = self._sum_rows(self.rows)
+                elif (both := self._sum_rows(tf.stack([self.rows, 1]))) is not None:
+                    self._total, self.replicas = both[0], both[1]
         return self._total
 
     def relative(self, dtype: tf.DType, *, exchange: bool = False) -> tf.Tensor:
@@ -384,7 +389,8 @@ def with_share(
             last = None if noted is None else (noted[0], noted[1 + replica])
             if eager or tf.get_static_value(rows) in (None, 0):
                 given = last_batch.fillers.fill(replica, rows, given)
-            share = Share(rows, last_batch.replicas_of_job(replicas), last, sum_rows, step, given)
+            of_job, changes = last_batch.replicas_of_job(replicas), last_batch.changes
+            share = Share(rows, of_job, last, sum_rows, step, given, changes=changes)
             known = share.total(exchange=False) if step == "training" else None
         nested = functools.partial(NestedShare, last_batch, replica, replicas, step, share)
         graph = None if eager else control_flow_free(ops.get_default_graph())
@@ -485,9 +491,9 @@ def counted() -> Counted:
     has_rows = share.has_rows if share is not None and share.may_be_empty else None
     if not in_keras_step():
         return Counted(has_rows)
-    even = tf.constant(1 / replicas, tf.float64)
     if weighted:
-        return Counted(weight=even)
+        return Counted()
+    even = tf.constant(1 / replicas, tf.float64)
     return Counted(has_rows, even if share is None else share.weight(even, exchange=True))
 
 

@@ -30,7 +30,7 @@ from tfps.graph.tf_private import has_function, outer_graphs
 from tfps.input import batch_digests
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import Transfer
-from tfps.types import Array
+from tfps.types import Array, Value
 
 logger = logging.getLogger("tfps")
 _NONE, _UNKNOWN, _FAILED = 0, -1, -2  # sent in place of the number of batches left, including this one
@@ -151,6 +151,8 @@ class BatchAgreement:
         self.cut_short = False  # whether the data that ended last did so because another rank had no more
         self._announced = threading.Condition(self._lock)  # notified when `_owed` may be empty
         self._stopped: threading.Event | None = None  # set when the program waits for a batch that is not announced
+        # By optimizer that accumulates gradients: what counts its batches, and of how many each update is.
+        self.accumulating: weakref.WeakKeyDictionary[object, tuple[Value, int]] = weakref.WeakKeyDictionary()
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
         self.said = AllGather(runtime, "batches")
@@ -239,8 +241,7 @@ class BatchAgreement:
                     self.runtime.unanswered.then(functools.partial(self._release, progress, position + 1))
             progress.waiting.append((position, together))
             self._advance(progress)
-            if self._stopped is not None and (progress, position) in self._owed:
-                self._stopped.set()
+            self._say_if_stopped()
 
     def _release(self, progress: IteratorProgress, position: int) -> None:
         """All pushes before the request for the batch before `position` have been answered."""
@@ -268,13 +269,30 @@ class BatchAgreement:
             for progress in list(self._iterators.values()):
                 self._advance(progress)
 
-    def stop_before_next_batch(self) -> threading.Event:
-        """Announces no more batches; the event is set when the program has ended its step and waits for the next."""
+    def stop_after_update(self) -> threading.Event:
+        """Announces no more batches than the update under way takes: one, but where gradients are accumulated.
+
+        The event is set when the program has ended this update, and waits for the next batch.
+        """
         with self._lock:
             self._stopped = self._stopped or threading.Event()
-            if any(position < progress.asked for progress, position in self._owed):
-                self._stopped.set()
+            for progress in list(self._iterators.values()):
+                self._advance(progress)
+            self._say_if_stopped()
             return self._stopped
+
+    def _say_if_stopped(self) -> None:
+        if self._stopped is not None and self._waits() and not self._updates():
+            self._stopped.set()
+
+    def _waits(self) -> bool:
+        """Whether the program waits for a batch that is not announced."""
+        return any(position < progress.asked for progress, position in self._owed)
+
+    def _updates(self) -> bool:
+        """Whether the program waits for a batch of an update under way, whose gradients are accumulated."""
+        counts = list(self.accumulating.values())
+        return self._waits() and any(int(counter.numpy()) % every for counter, every in counts)
 
     def close(self) -> None:
         """Announces what other ranks may wait for, and fails local requests."""
@@ -428,7 +446,7 @@ class BatchAgreement:
         one past its last, so other ranks must not announce that one just because they requested it. While training
         pauses, only those of an evaluation are sent.
         """
-        while self._stopped is None and (self._pause is None or self.evaluates):
+        while (self._pause is None or self.evaluates) and (self._stopped is None or self._updates()):
             due = next((each for each in self._owed if self._pause is None or each[0] is not self._pause[0]), None)
             if due is None:
                 return
@@ -476,7 +494,10 @@ class Request(Transfer):
     def send(self, graph_run: tf.Tensor) -> tf.Operation:
         """Returns the op that sends a message; messages of one graph stay in order."""
         agreement = self.agreement
-        return graph_ops.request(agreement.runtime.queue, agreement.order.queue_ref, self.id, graph_run)
+        # In a graph of several steps, TensorFlow orders what reads a variable after what has written it before.
+        counted = [counter.read_value() for counter, _ in list(agreement.accumulating.values())]
+        with tf.control_dependencies(counted if self._root is not None else []):
+            return graph_ops.request(agreement.runtime.queue, agreement.order.queue_ref, self.id, graph_run)
 
     def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
         self.agreement.request(int(graph_run), self.trains(), self._root is None)

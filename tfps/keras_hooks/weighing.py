@@ -265,13 +265,33 @@ def _weigh_gradients(
     if accumulates and share is not None:
         # Accumulated gradients come from steps in which this replica had other rows.
         grads = [share.only_if_rows(each) for each in grads]
-        if in_keras_step():
-            grads = [with_values(each, lambda values: values * share.relative(values.dtype)) for each in grads]
     if not in_keras_step() and (share is None or accumulates):
         return original(optimizer, grads, trainable_variables)
     replicas = tf.distribute.get_strategy().extended._num_replicas_in_sync
+    if accumulates and replicas > 1:
+        part = _part(share, replicas)
+        grads = [None if each is None else with_values(each, part) for each in grads]
     with reducing_gradients(replicas, weighted=accumulates):
         return original(optimizer, grads, trainable_variables)
+
+
+def _part(share: Share | None, replicas: int) -> Callable[[tf.Tensor], tf.Tensor]:
+    """What a replica accumulates: its part of the mean over a batch, so that the sum over replicas is that mean.
+
+    So it is right also where another number of workers applies it. Limits of an optimizer are of a replica's own
+    gradient: see `accumulating_replicas`.
+    """
+    even = tf.constant(1 / replicas, tf.float64) if share is None else share.even
+    weight = even if share is None else share.weight(even, exchange=True)
+    return lambda values: values * tf.cast(weight, values.dtype)
+
+
+def accumulating_replicas(optimizer: Optimizer) -> tf.Tensor | int:
+    """By how much a replica's accumulated gradient, in a step of Keras, is smaller than its own; else 1."""
+    if not (optimizer.gradient_accumulation_steps and in_keras_step()):
+        return 1
+    share = current_share()
+    return tf.distribute.get_strategy().extended._num_replicas_in_sync if share is None else share.replicas
 
 
 @replaces(trainer_module, "reduce_per_replica", _ROWS)

@@ -36,6 +36,7 @@ from tfps.keras_hooks.keras_private import (
     trained_variables,
 )
 from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow
+from tfps.keras_hooks.weighing import accumulating_replicas
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 from tfps.updates import itself
 from tfps.updates.itself import UpdatesItself
@@ -119,12 +120,10 @@ def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
         (strategy,) = strategies
         adopt(optimizer, strategy)
         strategy.extended.policy.group_gates(gated)
-        if strategy.extended.changes and optimizer.gradient_accumulation_steps:
-            logger.warning(
-                "tfps: with min_workers, gradients that a worker has accumulated (gradient_accumulation_steps) and not "
-                "applied are lost when it leaves, and one that joins takes part in an update that others have begun: "
-                "this update is not that of plain Keras (docs/faults.md)"
-            )
+        agreement = getattr(strategy.extended.staging, "agreement", None)
+        if strategy.extended.changes and agreement is not None and optimizer.gradient_accumulation_steps:
+            counter = of_tensorflow(batch_counter(optimizer))._values[0]
+            agreement.accumulating[optimizer] = counter, optimizer.gradient_accumulation_steps
         if isinstance(optimizer, _SCALING):
             for variable in (optimizer.dynamic_scale, optimizer.step_counter):  # no statistics of rows
                 variable.value.never_combined = True
@@ -167,8 +166,10 @@ def _apply(
         if not optimizer.built and variables is not None:
             _built_within(strategy.scope(), optimizer, variables)
         strategy.extended.agree_outside_run()
+        # Each worker counts as one row, which tells how many there are where some may have been lost.
+        one = (tf.ones([1]),) if strategy.extended.changes else ()
         with keras_step(trains=True):
-            return strategy.run(lambda: _guarded(strategy, original, optimizer, grads, variables))
+            return strategy.run(lambda *_: _guarded(strategy, original, optimizer, grads, variables), args=one)
     with policy.step(optimizer, *_apart(grads, variables)):
         scales = isinstance(optimizer, _SCALING)  # which builds in the scope by itself
         if variables is not None and not optimizer.built and not scales:
@@ -265,17 +266,18 @@ def _guarded(
 
 @replaces(_OPTIMIZER, "_clip_gradients", "tests/integration/test_local.py")
 def _clip(original: Function, optimizer: Optimizer, grads: list[Value]) -> list[Value]:
-    """Limits are of a worker's own gradient where workers do not step together.
+    """Limits are of a replica's own gradient, not of its part: where it accumulates, and where workers step apart.
 
     In replica functions of `strategy.run`, Keras divides a loss by the number of replicas of all workers and clips what
     that gives. In these modes a gradient is multiplied by the number of workers only after it: limits would be so many
     times too loose.
     """
-    factor, context = 1, replica_context()
-    limits = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
-    if limits and context is not None and not in_keras_step():
-        factor = context.strategy.extended.policy.gradient_factor
-    if factor == 1:
+    factor: tf.Tensor | int = 1
+    context = replica_context()
+    if (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue) and context is not None:
+        policy = context.strategy.extended.policy
+        factor = accumulating_replicas(optimizer) if in_keras_step() else policy.gradient_factor
+    if isinstance(factor, int) and factor == 1:
         return original(optimizer, grads)
     clipped = original(optimizer, _changed(grads, lambda values: values * tf.cast(factor, values.dtype)))
     return _changed(clipped, lambda values: values / tf.cast(factor, values.dtype))

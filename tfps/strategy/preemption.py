@@ -1,4 +1,4 @@
-"""SIGTERM, the notice of a host that is about to be taken away: this worker ends its step and leaves; no row is lost.
+"""SIGTERM, the notice of a host that is about to be taken away: this worker ends its update and leaves; no row is lost.
 
 Installed where the others go on without it (`Config.min_workers`) and the program handles SIGTERM in no way of its own.
 
@@ -20,7 +20,7 @@ from tfps.runtime.runtime import Runtime
 
 logger = logging.getLogger("tfps")
 REASON = "SIGTERM"
-BETWEEN_STEPS_S = 20.0  # then it leaves anyway: it does not train, and the host goes
+BETWEEN_UPDATES_S = 20.0  # then it leaves anyway: it does not train, or accumulates for long, and the host goes
 SETTLE_S = 10.0  # for what its last step has sent
 
 
@@ -33,8 +33,11 @@ def leave_on_sigterm(runtime: Runtime, agreement: BatchAgreement | None) -> None
 
     def leave() -> None:
         logger.warning("tfps: SIGTERM: this worker ends its step and leaves the job")
-        if agreement is not None:
-            agreement.stop_before_next_batch().wait(BETWEEN_STEPS_S)
+        if agreement is not None and not agreement.stop_after_update().wait(BETWEEN_UPDATES_S):
+            logger.warning(
+                "tfps: this worker has not ended an update within %.0f s, and leaves: what it has not sent is lost",
+                BETWEEN_UPDATES_S,
+            )
         runtime.settle(SETTLE_S)
         runtime.exchange.close(REASON)
         with contextlib.suppress(Exception):

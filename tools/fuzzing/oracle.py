@@ -375,10 +375,9 @@ class Judgement:
     def with_departure(self, case: Case) -> Judgement:
         """Of the case where a worker leaves and comes back: metrics lack what it had counted of its epoch."""
         decides = any(_decisive(fit.callbacks) for fit in case.fits)
-        loses = case.optimizer.accumulation > 1  # what it has accumulated; warned of
         return dataclasses.replace(
             self,
-            reference=PLAIN if self.reference == PLAIN and not decides and not loses else NOTHING,
+            reference=PLAIN if self.reference == PLAIN and not decides else NOTHING,
             bitwise=False,
             without=self.without | {"history", "seen"},
             own=self.own | {"seen/*/csv/*"},
