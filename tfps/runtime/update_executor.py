@@ -79,4 +79,5 @@ class UpdateExecutor:
             with self._changed:
                 self._running.remove(priority)
                 self._idle += 1
-                self._changed.notify_all()
+                if self._closed:  # else no other may start a call that this thread does not take next
+                    self._changed.notify_all()
