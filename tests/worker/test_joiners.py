@@ -118,6 +118,21 @@ def test_until_then_what_it_exchanges_comes_back_unchanged(under_way: Job) -> No
         assert summed(push(joiner, 0, ONES).wait()).tolist() == [1.0] * 750
 
 
+def test_a_joining_worker_does_not_mind_how_buckets_are_cut_that_it_does_not_know_yet(under_way: Job) -> None:
+    joiner, late = under_way.joiner(), bucket(6000, name="declared later")
+    (number,) = {ids[0] for ids in together(*(functools.partial(each.declare, [late]) for each in under_way.workers))}
+    for _ in range(2):
+        for pending in [push(worker, number, np.ones(1500, np.float32)) for worker in under_way.workers]:
+            pending.wait()
+    under_way.workers[0].tune(512, 4096)
+    poll(lambda: joiner.info.slice_bytes == 512)
+    assert under_way.admit(joiner) == [[0, 1]] * 3
+    for _ in range(3):  # it is cut so from the step after next on
+        for pending in [push(worker, number, np.ones(1500, np.float32)) for worker in (*under_way.workers, joiner)]:
+            assert summed(pending.wait()).tolist() == [3.0] * 1500
+    assert len(joiner._buckets[number].cutting.slices) == 12
+
+
 @pytest.mark.parametrize("wrong", ["does nothing", "declares something else", "leaves because it differs"])
 def test_a_joining_worker_on_trial_that_does_nothing_or_differs_ends_alone(cluster: Cluster, wrong: str) -> None:
     """Who has been let in, and has not taken a step yet, cannot hold or end the others."""

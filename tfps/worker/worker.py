@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -390,7 +391,11 @@ class Worker:
 
     def _cut_anew(self, layout: Layout) -> None:
         self.info.slice_bytes, self.info.window_bytes = layout.slice_bytes, layout.window_bytes
-        cuttings = cut_anew(self.pushes.specs(), layout, self.view.pservers, self.config.placement)
+        specs = self.pushes.specs()
+        if self.joining.pending:  # of buckets that it does not know yet it takes the layout when it takes part
+            known = {number: step for number, step in layout.steps.items() if number < len(specs)}
+            layout = dataclasses.replace(layout, steps=known)
+        cuttings = cut_anew(specs, layout, self.view.pservers, self.config.placement)
         self.pushes.cut_anew(cuttings, at_once=self.joining.pending)
 
     # Pushing
