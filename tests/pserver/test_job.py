@@ -136,6 +136,24 @@ def test_counters_that_were_drawn_from_last_are_kept() -> None:
     assert counters.fetch_add("outer", 1) == 1
 
 
+@pytest.mark.parametrize(
+    ("view", "told", "drawn"),
+    [
+        (View.first(2), ([2, 4, 7], [3, 5]), [6, 8, 9, 10]),
+        (View.first(2), ([4, 7], [3, 5]), [6, 8, 9, 10]),  # 3 and what is before may have been drawn
+        (View.first(3).next(left=[2]), ([2, 4, 7], [3, 5]), [8, 9, 10, 11]),  # the lost worker may have 6
+    ],
+)
+def test_a_number_that_a_lost_pserver_gave_to_nobody_is_drawn_next(
+    view: View, told: tuple[list[int], list[int]], drawn: list[int]
+) -> None:
+    counters = Counters(lambda: view)
+    for rank, numbers in enumerate(told):
+        for number in numbers:
+            counters.follow("batches", rank, number + 1)
+    assert [counters.fetch_add("batches", rank) for rank in (0, 1, 1, 0)] == drawn
+
+
 def test_the_first_numbers_of_a_counter_go_to_the_ranks_of_the_view() -> None:
     counters = Counters(lambda: View.first(3).next(left=[1]))
     assert [counters.fetch_add("a", rank) for rank in (2, 0, 0, 2)] == [1, 0, 2, 3]

@@ -5,7 +5,8 @@ Tested in tests/worker/test_lost_pservers.py and tests/worker/test_latest.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 
 from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import Link, OnReply, Payload, as_bytes, declared
@@ -15,6 +16,7 @@ from tfps.recovery.pushing import Pushing
 from tfps.types import Array
 from tfps.worker.worker import Worker
 
+_KNOWN = 8  # more than other ranks draw while an answer is on its way
 _MOST_COUNTERS = 8  # of which numbers are known; an epoch has one
 
 
@@ -86,7 +88,7 @@ class ElasticPeers:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._drawn: dict[str, int] = {}  # by counter, how many numbers are known to be drawn
+        self._drawn: dict[str, deque[int]] = {}  # by counter, the last numbers
 
     @property
     def on_awaited(self) -> Callable[[int, int], object]:
@@ -110,7 +112,8 @@ class ElasticPeers:
             number = worker.peers.fetch_add(counter)
             with self._core.changed:
                 self._core.check_current(worker)  # else another rank may get it from the next
-                self._drawn[counter] = max(self._drawn.pop(counter, 0), number + 1)  # last
+                self._drawn[counter] = self._drawn.pop(counter, deque(maxlen=_KNOWN))  # last
+                self._drawn[counter].append(number)
                 if len(self._drawn) > _MOST_COUNTERS:
                     del self._drawn[next(iter(self._drawn))]
             return number
@@ -118,8 +121,8 @@ class ElasticPeers:
         return self._core.call(draw)
 
     @property
-    def drawn(self) -> Mapping[str, int]:
-        """By counter, how many numbers are known to be drawn."""
+    def drawn(self) -> Mapping[str, Iterable[int]]:
+        """By counter, the last numbers that this rank has drawn."""
         return self._drawn
 
     def is_awaited(self, bucket: int) -> bool:

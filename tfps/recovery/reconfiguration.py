@@ -218,8 +218,9 @@ class Reconfiguration:
         for number, each in enumerate(decided):
             new.pushes.take_residual(number, old.pushes, each.step)
         self._write_parts(new, decision)
-        for counter, known in self._peers.drawn.items():
-            new.follow(counter, known)
+        for counter, numbers in self._peers.drawn.items():
+            for number in numbers:
+                new.follow(counter, number + 1)
         new.resume_lines(lines)  # from then on all ranks have written their parts
         found = self._exchange_results(new, results)
         lacking = {number for number in found if self._core.buckets[number].replies < decided[number].step}

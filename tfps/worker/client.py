@@ -261,7 +261,7 @@ class PserverClient:
         return int(self.pservers[0].call("Take", request, self._config.step_timeout_s).number)
 
     def follow(self, counter: str, count: int) -> None:
-        """The counter goes on after `count` numbers, which this rank knows to be drawn."""
+        """The counter goes on after `count` numbers, the last of which this rank has drawn."""
         request = pb.TakeRequest(**self.me, counter=counter, follows=count)
         self.pservers[0].call("Take", request, self._config.step_timeout_s)
 
