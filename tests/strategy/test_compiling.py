@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -142,16 +141,3 @@ def stepped(strategy: tfps.Strategy | None, name: str) -> tuple[list[str], list[
 @pytest.mark.parametrize("name", [pytest.param("instance", marks=pytest.mark.long), "average", "loss scaling"])
 def test_a_loop_outside_of_run_steps_as_in_plain_keras(strategy: tfps.Strategy, name: str) -> None:
     assert stepped(strategy, name) == stepped(None, name)
-
-
-@pytest.mark.parametrize(("leave", "steps"), [(True, 3), (True, None), (False, 3)])
-def test_where_workers_may_leave_accumulated_gradients_are_warned_of(
-    strategy: tfps.Strategy, caplog: pytest.LogCaptureFixture, leave: bool, steps: int | None
-) -> None:
-    strategy.extended.changes = leave  # as with several workers and min_workers
-    with strategy.scope():
-        model, *_ = training.mlp()
-        model.compile(SGD(0.1, gradient_accumulation_steps=steps), "mse")
-    with caplog.at_level(logging.WARNING, "tfps"):
-        model.optimizer.build(model.trainable_variables)
-    assert ("gradients that a worker has accumulated" in caplog.text) == (leave and steps is not None)
