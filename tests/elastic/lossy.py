@@ -146,17 +146,7 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
         each = list(batches(x, y))
         yielded = (each[turned(number, len(each))] for number in range(len(each) * (EPOCHS if forever else 1)))
         save_history(folder, strategy, model.fit(yielded, steps_per_epoch=forever, **more))
-    elif "alone" in kind:  # each worker by itself, as Keras' guides have it, with all rows
-
-        @tf.function
-        def step_alone(inputs: tf.Tensor, targets: tf.Tensor) -> None:
-            with tf.GradientTape() as tape:
-                loss = LOSS(targets, model(inputs))
-            model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-
-        for inputs, targets in [*batches(x, y)] * EPOCHS:
-            step_alone(tf.constant(inputs), tf.constant(targets))
-    elif "loop" in kind:
+    elif "loop" in kind or "alone" in kind:
         model.optimizer.build(model.trainable_variables)
         data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
 
@@ -166,6 +156,10 @@ def fit(kind: str, model: Model, strategy: tfps.Strategy, fault: keras.callbacks
                 loss = LOSS(targets, model(inputs))
             model.optimizer.apply(tape.gradient(loss, model.trainable_variables))
 
+        if "alone" in kind:  # each worker by itself, as Keras' guides have it, with all rows
+            for inputs, targets in [*batches(x, y)] * EPOCHS:
+                step(tf.constant(inputs), tf.constant(targets))
+            return
         for _ in range(EPOCHS):
             for batch in data:
                 strategy.run(step, args=batch)

@@ -493,8 +493,9 @@ def counted() -> Counted:
         return Counted(has_rows)
     if weighted:
         return Counted()
-    even = tf.constant(1 / replicas, tf.float64)
-    return Counted(has_rows, even if share is None else share.weight(even, exchange=True))
+    if share is None:
+        return Counted(weight=tf.constant(1 / replicas, tf.float64))
+    return Counted(has_rows, share.weight(share.even, exchange=True))
 
 
 def is_reducing_gradients() -> bool:

@@ -276,8 +276,6 @@ class BatchAgreement:
         """
         with self._lock:
             self._stopped = self._stopped or threading.Event()
-            for progress in list(self._iterators.values()):
-                self._advance(progress)
             self._say_if_stopped()
             return self._stopped
 
@@ -495,8 +493,8 @@ class Request(Transfer):
         """Returns the op that sends a message; messages of one graph stay in order."""
         agreement = self.agreement
         # In a graph of several steps, TensorFlow orders what reads a variable after what has written it before.
-        counted = [counter.read_value() for counter, _ in list(agreement.accumulating.values())]
-        with tf.control_dependencies(counted if self._root is not None else []):
+        counts = [] if self._root is None else list(agreement.accumulating.values())
+        with tf.control_dependencies([counter.read_value() for counter, _ in counts]):
             return graph_ops.request(agreement.runtime.queue, agreement.order.queue_ref, self.id, graph_run)
 
     def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:

@@ -17,6 +17,7 @@ from tfps.errors import outlined
 from tfps.graph.patches import BaseStrategy, strategy_of
 from tfps.graph.shares import (
     Share,
+    counted,
     current_share,
     in_keras_step,
     is_reducing_gradients,
@@ -24,7 +25,6 @@ from tfps.graph.shares import (
     may_be_of_rows,
     reducing_gradients,
     say_once,
-    with_values,
 )
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.alone import say_if_alone
@@ -262,28 +262,19 @@ def _weigh_gradients(
 ) -> object:
     """Gradients count by the replica's rows."""
     share, accumulates = current_share(), bool(optimizer.gradient_accumulation_steps)
-    if accumulates and share is not None:
-        # Accumulated gradients come from steps in which this replica had other rows.
-        grads = [share.only_if_rows(each) for each in grads]
     if not in_keras_step() and (share is None or accumulates):
+        if accumulates and share is not None:
+            grads = [share.only_if_rows(each) for each in grads]
         return original(optimizer, grads, trainable_variables)
     replicas = tf.distribute.get_strategy().extended._num_replicas_in_sync
     if accumulates and replicas > 1:
-        part = _part(share, replicas)
-        grads = [None if each is None else with_values(each, part) for each in grads]
+        # A replica accumulates its part of the mean over each batch: it has other rows in each, and another number of
+        # workers may apply it. Limits of an optimizer are of its own gradient: see `accumulating_replicas`.
+        with reducing_gradients(replicas):
+            count = counted()
+        grads = [None if each is None else count.part(each) for each in grads]
     with reducing_gradients(replicas, weighted=accumulates):
         return original(optimizer, grads, trainable_variables)
-
-
-def _part(share: Share | None, replicas: int) -> Callable[[tf.Tensor], tf.Tensor]:
-    """What a replica accumulates: its part of the mean over a batch, so that the sum over replicas is that mean.
-
-    So it is right also where another number of workers applies it. Limits of an optimizer are of a replica's own
-    gradient: see `accumulating_replicas`.
-    """
-    even = tf.constant(1 / replicas, tf.float64) if share is None else share.even
-    weight = even if share is None else share.weight(even, exchange=True)
-    return lambda values: values * tf.cast(weight, values.dtype)
 
 
 def accumulating_replicas(optimizer: Optimizer) -> tf.Tensor | int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +42,6 @@ from tfps.updates.itself import UpdatesItself
 from tfps.updates.nonfinite import Guard
 from tfps.updates.variables import GatedVariable, current_replica
 
-logger = logging.getLogger("tfps")
 _NONFINITE = "tests/updates/test_nonfinite.py"
 _COMPILING, _TAUGHT = "tests/strategy/test_compiling.py", "tests/programs/test_taught.py"
 _OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
