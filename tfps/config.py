@@ -42,7 +42,8 @@ _OF_MODES: dict[str, tuple[Mode, ...]] = {  # settings that only some modes have
     "outer_learning_rate": ("diloco",),
     "outer_momentum": ("diloco",),
 }
-BUCKET_BYTES = 2**20  # up to which small variables are fused if slices are tuned
+# Up to which small variables are fused if slices are tuned; where a network is to be hidden the first ones are smaller.
+BUCKET_BYTES, LOCAL_BUCKET_BYTES, FIRST_BUCKET_BYTES = 2**20, 2**23, 64 * 1024
 # Sizes with update="server": slices keep what they have, so they are not tuned.
 _STATE_SLICE_BYTES, _STATE_WINDOW_BYTES = 512 * 1024, 2 * 2**20
 
@@ -313,10 +314,16 @@ class Config:
         first = _STATE_SLICE_BYTES if self._keeps_state else FIRST_SLICE_BYTES
         return first if self.slice_bytes == "auto" else self.slice_bytes
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Size up to which small variables are fused into one bucket."""
-        return BUCKET_BYTES if self.slice_bytes == "auto" else self.slice_bytes
+    def bucket_limits(self, one_host: bool) -> tuple[int, int]:
+        """Sizes up to which small variables are fused: into a step's first bucket, and into any.
+
+        On `one_host` there is next to no wait to hide, and each bucket costs 0.7 ms of CPU on a worker.
+        """
+        if self.slice_bytes == "auto":
+            most = LOCAL_BUCKET_BYTES if one_host else BUCKET_BYTES
+        else:
+            most = self.slice_bytes
+        return most if one_host else min(FIRST_BUCKET_BYTES, most), most
 
     @property
     def first_window_bytes(self) -> int:

@@ -9,6 +9,7 @@ import re
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import IO, cast
@@ -78,6 +79,39 @@ def cpu_s(pid: int) -> float:
     """User and system time of a process so far."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_bytes(pid: int) -> int:
+    """What a process has in memory (PSS: pages that it shares are divided by who shares them); 0 once it has ended."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
+
+
+class Peak:
+    """Of what `read` returns, every `period_s` on a thread of its own; at least once."""
+
+    def __init__(self, read: Callable[[], int], period_s: float) -> None:
+        self.value = 0
+        self._read, self._period_s = read, period_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="peak", daemon=True)
+
+    def __enter__(self) -> Peak:  # noqa: PYI034 (typing.Self is not in Python 3.10)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self.value = max(self.value, self._read())
+            if self._ended.wait(self._period_s):
+                return
 
 
 def switches(pid: int) -> dict[int, int]:

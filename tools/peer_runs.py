@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from tfps.launch.supervisor import Command, Process, Supervisor
 from tfps.launch.terminal import Console
 from tfps.types import Argument, Json
 from tools import peers
-from tools.children import cpu_s, switches, switches_between
+from tools.children import Peak, cpu_s, memory_bytes, switches, switches_between
 from tools.netlab import Host
 from tools.peer_workers.common import MARK, WORK_VARIABLE, Work
 from tools.peers import PeerError
@@ -132,6 +133,10 @@ class Session:
     def cpu_s(self) -> float:
         """User and system time of all roles so far."""
         return sum(cpu_s(role.process.popen.pid) for role in self._roles if role.process)
+
+    def memory_bytes(self) -> int:
+        """What all roles have in memory."""
+        return sum(memory_bytes(role.process.popen.pid) for role in list(self._roles) if role.process)
 
     def switches(self) -> dict[int, int]:
         """Voluntary switches of all threads of all roles so far."""
@@ -315,8 +320,17 @@ PEERS = {
 }
 
 
-def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | None = None) -> dict[str, Json]:
+def measure(
+    name: str,
+    place: Place,
+    work: Work,
+    settings: Mapping[str, str] | None = None,
+    memory_period_s: float | None = None,
+) -> dict[str, Json]:
     """Runs a peer once, with `settings` in its environment.
+
+    Args:
+        memory_period_s: how often to look at the memory of all roles, which slows them down; None: never.
 
     Returns:
         step_s: median seconds per step at rank 0; mean_s includes the updates that follow the last step.
@@ -325,6 +339,7 @@ def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | N
         switches: how often per step threads of all processes gave up their processor to wait.
         messages: that a worker sent and received per step, where its program counts them.
         load: of the machine, before.
+        peak_bytes: the most memory that all roles had together, where `memory_period_s` is given.
 
     Raises:
         PeerError: it is not installed, a role failed or did not answer in time, or workers disagree on the weights.
@@ -336,8 +351,10 @@ def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | N
     with (
         tempfile.TemporaryFile("w+") as unread,
         Supervisor(Console(unread, unread), GRACE_S) as supervisor,
+        contextlib.ExitStack() as stack,
     ):
         session = Session(supervisor, place, work, peer.python, settings or {})
+        memory = stack.enter_context(Peak(session.memory_bytes, memory_period_s)) if memory_period_s else None
         reporting = peer.start(session)
 
         def says(event: str) -> bool:
@@ -352,7 +369,8 @@ def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | N
         switched = switches_between(threads, session.switches())
         session.wait(lambda: all("result" in role.events for role in reporting), DRAIN_S, "the results of all workers")
     results = sorted((role.events["result"] for role in reporting), key=lambda result: int(result["rank"]))
-    return {"peer": name, "load": load, **figures(results, cpu_s, switched, work)}
+    found = {"peer": name, "load": load, **figures(results, cpu_s, switched, work)}
+    return {**found, "peak_bytes": memory.value} if memory else found
 
 
 def figures(results: Sequence[Mapping[str, Json]], cpu_s: float, switched: int, work: Work) -> dict[str, Json]:

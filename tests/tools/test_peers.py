@@ -102,7 +102,8 @@ def test_tfps_is_measured_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
         return read[-1]
 
     monkeypatch.setattr(peer_runs, "cpu_s", cpu_s)
-    found = measure("tfps", Place(), TINY)
+    found = measure("tfps", Place(), TINY, memory_period_s=0.05)
+    assert found["peak_bytes"] > 200e6  # TensorFlow, twice
     assert [len(of_rank) for of_rank in found["periods_s"]] == [TINY.steps] * TINY.workers
     assert found["switches"] > 0
     assert found["messages"] > 0

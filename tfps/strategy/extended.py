@@ -106,8 +106,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         if self._invariants is not None and self.staging is not None:
             self.states = States(runtime, self.combiner, self.initial_values, self.staging)
         self.compressing = Compressing(config.compression_rules, runtime, self.policy.remote_parameters)
-        replicas, bucket_bytes = len(self._devices), config.bucket_bytes
-        self.scheduler = UpdateScheduler(strategy, runtime, replicas, bucket_bytes, self._invariants, self.compressing)
+        replicas, limits = len(self._devices), config.bucket_limits(runtime.exchange.info.one_host)
+        self.scheduler = UpdateScheduler(strategy, runtime, replicas, limits, self._invariants, self.compressing)
         self.guard: Guard | None = None  # of updates, if not all gradients are applied
         if config.on_nonfinite != "pass":
             codec = self.compressing.codec if self.policy.exchanges_gradients else lambda _: NONE

@@ -27,7 +27,6 @@ from tfps.updates.pending import GraphState, PendingUpdate, PlannedBucket, Reduc
 from tfps.updates.variables import GatedVariable, updating
 
 logger = logging.getLogger("tfps")
-_FIRST_BUCKET_BYTES = 64 * 1024
 _numbers = itertools.count()
 _NOTHING = GraphState()  # of a graph that nothing is known of; nobody changes it
 
@@ -40,15 +39,14 @@ class UpdateScheduler:
         strategy: tf.distribute.Strategy,
         runtime: Runtime,
         replicas: int,  # on this worker
-        slice_bytes: int,
+        bucket_limits: tuple[int, int],  # see `Config`
         compared: Invariants | None,  # compares digests of updates, if anything does
         compressing: Compressing,
     ) -> None:
         self._strategy, self._runtime, self._compared = strategy, runtime, compared
         self.compressing = compressing
-        self._replicas, self._slice_bytes = replicas, slice_bytes
-        # Without a network there is next to no wait to hide: the fewer buckets the better.
-        self._first_bytes = slice_bytes if runtime.exchange.info.one_host else _FIRST_BUCKET_BYTES
+        self._replicas = replicas
+        self._first_bytes, self._most_bytes = bucket_limits
         self._warned: set[str] = set()
         self._state_name = f"_tfps_state_{next(_numbers)}"
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last call ended
@@ -112,10 +110,10 @@ class UpdateScheduler:
         return Timestamps(graph, lambda each: self._state(each).passed, self.inputs, replica)
 
     def group_gates(self, variables: Iterable[GatedVariable]) -> None:
-        group_gates(variables, min(self._first_bytes, self._slice_bytes), self.compressing.codec)
+        group_gates(variables, self._first_bytes, self.compressing.codec)
 
     def fuse(self, pending: Iterable[PendingUpdate], order: dict[str, int]) -> list[list[PendingUpdate]]:
-        return fuse(pending, order, self._slice_bytes, self._first_bytes)
+        return fuse(pending, order, self._most_bytes, self._first_bytes)
 
     # Which updates are deferred.
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pathlib
 import signal
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -280,7 +279,8 @@ def _compared(
                 steps_per_s, cpu_s = _epoch(jobs[kind], number)
                 one |= {f"{kind}_steps_per_s": round(steps_per_s, 3), f"{kind}_cpu_s": round(cpu_s, 4)}
                 for which, processes in (("worker", jobs[kind].workers), ("pserver", jobs[kind].pservers)):
-                    one[f"{kind}_{which}_mb"] = round(statistics.mean(_memory_mb(each.pid) for each in processes), 1)
+                    found_bytes = statistics.mean(children.memory_bytes(each.pid) for each in processes)
+                    one[f"{kind}_{which}_mb"] = round(found_bytes / 1e6, 1)
             for figure, key in (("steps_ratio", "steps_per_s"), ("cpu_ratio", "cpu_s")):
                 one[figure] = round(one[f"{second}_{key}"] / one[f"{first}_{key}"], 3)
             found.append(_note(one))
@@ -301,9 +301,3 @@ def _epoch(job: Job, number: int) -> tuple[float, float]:
     first_s, *_, last_s = ends(0)
     cpu_s = sum(children.cpu_s(each.pid) for each in processes) - before_s
     return (COST_STEPS - 1) / (last_s - first_s), cpu_s / COST_STEPS
-
-
-def _memory_mb(pid: int) -> float:
-    """Of a process; what it shares with others counts in parts."""
-    lines = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / 1e6
