@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 import tfps
-from tfps.config import Launch, Security, TraceRequest, check_address, unknown_variables, with_variables
+from tfps.config import Config, Launch, Security, TraceRequest, check_address, unknown_variables, with_variables
 from tfps.types import Argument, Options, Value
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -276,3 +277,19 @@ def test_an_ipv6_address_without_brackets_is_refused_with_what_to_write() -> Non
     with pytest.raises(tfps.ConfigError, match=r"got '::1:7070'; write '\[::1\]:7070'"):
         check_address("::1:7070")
     assert check_address("[::1]:7070") == "[::1]:7070"
+
+
+@pytest.mark.parametrize(
+    ("slice_bytes", "one_host", "limits"),
+    [
+        ("auto", False, (2**16, 2**20)),
+        ("auto", True, (2**23, 2**23)),
+        (1024, False, (1024, 1024)),
+        (2**18, False, (2**16, 2**18)),
+        (2**18, True, (2**18, 2**18)),
+    ],
+)
+def test_the_first_bucket_is_small_where_a_network_is_to_be_hidden(
+    slice_bytes: int | Literal["auto"], one_host: bool, limits: tuple[int, int]
+) -> None:
+    assert Config(slice_bytes=slice_bytes).bucket_limits(one_host) == limits

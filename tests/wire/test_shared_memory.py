@@ -181,6 +181,22 @@ def test_a_closed_arena_gives_nothing_and_leaves_what_is_in_use() -> None:
         Attached(arena.offer)
 
 
+def test_free_memory_of_a_size_can_be_given_back() -> None:
+    arena = Arena()
+    free, kept, other = (arena.allocate(4096 * pages) for pages in (10, 10, 20))
+    assert free is not None
+    assert kept is not None
+    assert other is not None
+    kept.array[:] = 7
+    before = arena.nbytes
+    del free
+    arena.give_back(4096 * 10 - 1)  # the same number of pages
+    assert arena.nbytes == before - 4096 * 10
+    assert (kept.array == 7).all()
+    assert arena.allocate(4096 * 10) is not None
+    assert arena.nbytes == before
+
+
 # Jobs
 
 

@@ -20,15 +20,19 @@ from tfps.errors import (
     ClosedError,
     ConfigError,
     ConnectError,
+    ProtocolError,
     PserverLostError,
     UnsupportedError,
     WorkerLostError,
 )
+from tfps.exchange.interface import Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import rendezvous
 from tfps.pserver.console import Watcher, table
 from tfps.pserver.rendezvous import offer
 from tfps.pserver.server import ParameterServer
+from tfps.recovery import core
+from tfps.recovery.journal import packed
 from tfps.recovery.machine import Phase
 from tfps.recovery.reconfiguration import Reconfiguration
 from tfps.recovery.rendezvous import meet
@@ -82,6 +86,25 @@ def test_who_lacks_a_result_gets_it_from_one_who_has_it(
     others = [push(w, GRADIENT, np.ones(ITEMS, np.float32)) for w in job.workers if w.rank != known]
     assert len({summed(pending.wait()).tobytes() for pending in (after, *others)}) == 1
     job.goes_on_with([job.servers[0], job.servers[2]])
+
+
+def test_a_large_result_is_forgotten_when_all_must_have_it(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_LARGE_BYTES", 4 * ITEMS)
+    job = Job(cluster)
+    job.step()
+    kept = [worker.core.buckets[TOTAL] for worker in job.workers]
+    rounds = [job.begin(GRADIENT) for _ in range(core._ROUNDS)]
+    for each in rounds:
+        job.check(each)
+    assert all(bucket.last.sum is not None for bucket in kept)
+    job.check(job.begin(GRADIENT))
+    poll(lambda: all(bucket.last.sum is None for bucket in kept))
+    assert all(worker.core.buckets[GRADIENT].last.sum is not None for worker in job.workers)
+    job.lose(0)
+    job.step()
+    assert all(bucket.last.sum is not None for bucket in kept)
+    with pytest.raises(ProtocolError, match="lacks a result that the others had some steps before"):
+        packed(Reply(ranks=(0, 1)))
 
 
 def test_a_declaration_that_only_some_have_made_is_made_by_all(

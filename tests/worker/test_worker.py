@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 
 import jobs
 import numpy as np
@@ -15,6 +16,7 @@ from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.membership.members import State
 from tfps.trace.recorder import Recorder
+from tfps.types import Array
 from tfps.worker.worker import Worker
 
 
@@ -47,6 +49,19 @@ def test_a_rank_may_run_ahead_in_other_buckets(cluster: Cluster) -> None:
     late = [push(second, b, bytes(10_000)) for b in reversed(range(8))]
     for pending in early + late:
         pending.wait()
+
+
+def test_what_has_been_sent_is_freed_before_the_reply_comes(cluster: Cluster) -> None:
+    first, second = job(cluster, 2, bucket(40_000))
+    values: Array = np.ones(10_000, np.float32)
+    freed = threading.Event()
+    weakref.finalize(values, freed.set)
+    pending = push(first, 0, values)
+    del values
+    assert freed.wait(jobs.DEADLINE_S)
+    assert not pending.replied
+    push(second, 0, np.ones(10_000, np.float32)).wait()
+    assert set(summed(pending.wait()).tolist()) == {2}
 
 
 def test_the_other_placement_works_alike(cluster: Cluster) -> None:

@@ -30,6 +30,8 @@ logger = logging.getLogger("tfps")
 _T = TypeVar("_T")
 ToDo = queue.SimpleQueue[Event | Effect | None]
 _LOOK_S = 1.0  # between two looks whether a wait is interrupted
+_LARGE_BYTES = 2**20
+_ROUNDS = 3
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 
 
@@ -108,6 +110,7 @@ class Core:
         self.sessions = {self.recovery.session: first}  # what the machine knows by numbers
         self.ended: set[int] = set()  # whose programs have ended, in earlier views
         self.closing_reason = ""  # why it has been closed
+        self._large: dict[int, tuple[int, dict[int, int]]] = {}  # results to forget: see `forget_results`
         self.quiesced = False  # whether it steps no further until all have come to an exchange
         self.to_do = to_do  # what the thread of `Reconfiguration` does, one after the other; None: the end
 
@@ -210,6 +213,32 @@ class Core:
     def journal(self, bucket: ElasticBucket) -> Journal | None:
         """The journal of a bucket; a joining worker keeps none, as nobody gets what it pushes."""
         return None if self.is_joining else bucket.journal
+
+    def forget_results(self, number: int, reply: Reply) -> None:
+        """Drops large results that all ranks must have, such as initial values; called after a reply to `number`.
+
+        A rank begins step n + 1 when step n has ended on it, with all that was exchanged before. So if gradients come
+        back `_ROUNDS` steps after a result, each rank that has pushed them has that result.
+        """
+        if self.worker.pushes.buckets[number].spec.occasional:
+            if reply.sum is not None and memoryview(reply.sum).nbytes >= _LARGE_BYTES:
+                with self.changed:
+                    seen = {other: each.replies for other, each in enumerate(self.buckets)}
+                    self._large[number] = self.buckets[number].replies, seen
+            return
+        if not self._large:
+            return
+        with self.changed:
+            replies = self.buckets[number].replies
+            known = {n: at for n, (at, seen) in self._large.items() if replies > seen.get(number, 0) + _ROUNDS}
+            for other in known:
+                del self._large[other]
+        for other, at in known.items():
+            bucket = self.buckets[other]
+            with bucket.lock:
+                if bucket.replies == at:
+                    bucket.last = Reply(ranks=bucket.last.ranks)
+            self.worker.pushes.give_back(other)
 
     def check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""

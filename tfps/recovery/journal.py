@@ -285,8 +285,10 @@ class Replay(Journal):
 
 
 def packed(reply: Reply) -> Buffer:
-    """What a rank gives to those that lack this reply."""
+    """What a rank gives to those that lack this reply. ProtocolError: it has been forgotten, as all must have it."""
     if reply.parts is None:
+        if reply.sum is None:
+            raise ProtocolError("a rank lacks a result that the others had some steps before")
         return reply.sum
     return join_gathered([[memoryview(reply.parts[rank]).cast("B")] for rank in sorted(reply.parts)])
 

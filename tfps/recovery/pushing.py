@@ -92,6 +92,8 @@ class Pushing:
                 if journal is None:
                     bucket.last, core.quiesced = reply, False
                 bucket.replies = bucket.replies + 1 if worker.joining.pending else reply.step + 1
+        if reply.error is None:
+            core.forget_results(number, reply)
         on_reply(reply)
 
     def _begin_saving(

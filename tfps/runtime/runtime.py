@@ -404,8 +404,8 @@ class Runtime:
             begin, transfer.round = self.spans.now(), step
             try:
                 if transfer.spec.kind == "sum":
-                    # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
-                    transfer.finish(graph_run, data if reply.sum is payload else tensor_of(reply.sum), self._no_indices)
+                    summed = data if returned is not None and reply.sum is returned else tensor_of(reply.sum)
+                    transfer.finish(graph_run, summed, self._no_indices)
                 else:
                     indices, gathered = unpack_sparse((reply.parts or {}).values())
                     transfer.finish(graph_run, tf.constant(gathered), tf.constant(indices))
@@ -419,6 +419,9 @@ class Runtime:
             if self.recorder.enabled:
                 self.spans.updated(begin, end, transfer, step)
 
+        returned = payload
+        if not (self.exchange.info.embedded or self.exchange.joining.pending):  # else it comes back: reuse its tensor
+            returned = data = None  # freed once it has been sent
         ready_s = time.monotonic()
         step = self.next_round(transfer.bucket)
         number = self.unanswered.begin()

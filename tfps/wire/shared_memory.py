@@ -134,6 +134,11 @@ def host() -> str:
         return ""
 
 
+def _pages_bytes(nbytes: int) -> int:
+    """What a region of `nbytes` takes."""
+    return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class Arena:
     """A worker's memory, from which regions are allocated; any thread. OSError: there is no memfd, or no memory."""
 
@@ -162,7 +167,7 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Region | None:
         """An uninitialized region; None if the system has no more memory."""
-        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = _pages_bytes(nbytes)
         with self._lock:
             free = self._free.setdefault(size, deque())
             try:
@@ -179,6 +184,20 @@ class Arena:
         weakref.finalize(array, free.append, pages).atexit = False
         return Region(pages.offset, array)
 
+    def give_back(self, nbytes: int) -> None:
+        """Gives the memory of free regions of `nbytes` back to the system: none will be needed soon."""
+        with self._lock:
+            self._give_back(_pages_bytes(nbytes))
+
+    def _give_back(self, size: int) -> None:
+        free = self._free.get(size, deque())
+        for _ in range(len(free)):
+            pages = free.popleft()
+            if pages.backed:
+                pages.chunk.madvise(mmap.MADV_REMOVE, pages.offset - pages.chunk_begin, size)
+                pages.backed = False
+            free.append(pages)
+
     def close(self) -> None:
         """Closes the memory to new users. Regions stay while they are used."""
         with self._lock:
@@ -187,13 +206,8 @@ class Arena:
 
     def _new(self, size: int) -> _Pages:
         """Pages of a size of which none are free; free ones of other sizes give their memory back."""
-        for other, free in self._free.items():  # another model's, perhaps
-            for _ in range(len(free)):
-                pages = free.popleft()
-                if pages.backed:
-                    pages.chunk.madvise(mmap.MADV_REMOVE, pages.offset - pages.chunk_begin, other)
-                    pages.backed = False
-                free.append(pages)
+        for other in self._free:  # another model's, perhaps
+            self._give_back(other)
         if self._chunk is None or self._end + size > self._chunk_end:
             begin, length = self._end, max(_CHUNK_BYTES, size)
             os.ftruncate(self._fd, begin + length)

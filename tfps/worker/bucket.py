@@ -127,6 +127,8 @@ class PushedBucket:
         elif codec is None and is_sum and memory.arena and memory.pservers.intersection(owners):
             push.region = memory.arena.allocate(self.spec.nbytes)
         payload = push.payload
+        if not self.is_atomic:  # else it may be pushed again
+            push.payload = None
         flags = (EMPTY if payload is None else 0) | (UNCODED if push.uncoded else 0)
         slices = self.cutting.slices if is_sum else cut(0 if payload is None else len(payload), piece_bytes)
         for index, piece in enumerate(slices):

@@ -74,6 +74,11 @@ class Pushes:
         if end is not None:
             push.on_reply(Reply(error=end))
 
+    def give_back(self, bucket: int) -> None:
+        """Gives memory back that was kept for the next push of `bucket`: there may be none."""
+        if self._memory.arena is not None:
+            self._memory.arena.give_back(self.buckets[bucket].spec.nbytes)
+
     def redeliver(self, bucket: int, donor: int, result: Payload | None, on_reply: OnReply) -> None:
         """Takes a step of `bucket` in which `donor` gives the `result` of a round to those that lack it.
 

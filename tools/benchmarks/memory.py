@@ -1,6 +1,6 @@
-"""The memory of a whole job: 256 MiB of variables, 2 workers, 2 pservers, all on this machine.
+"""The memory of a whole job: 256 MB of variables, 2 workers, 2 pservers, all on this machine.
 
-Four dense layers of 4096 with SGD, batch 4 per worker, some steps of `fit` with each system's defaults, and of tfps
+16 dense layers of 2000 with SGD, batch 4 per worker, some steps of `fit` with each system's defaults, and of tfps
 with one setting at a time. `alone` is Keras in one process; its figure counts twice, for two workers without exchange.
 
 A figure is the peak, from the start of the first process to the end of training, of the sum of all processes' PSS
@@ -21,7 +21,7 @@ from tools.peers import PeerError
 
 ROUNDS = 3
 PERIOD_S = 0.05
-WORK = Work(warmup_steps=3, steps=10, width=4096, depth=4)
+WORK = Work(warmup_steps=3, steps=10, width=2000, depth=16)
 
 
 class Kind(NamedTuple):

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
 import keras
 
 import tfps
+from tfps.worker.worker import Worker
 from tools.peer_workers import keras_training
 from tools.peer_workers.common import Clock, Sleeper, Work
 
-if TYPE_CHECKING:
-    from tfps.worker.worker import Worker
-
 
 class CountingClock(Clock):
-    """Counts the frames with data that this worker sends and receives in the timed steps."""
+    """Counts the frames with data that this worker sends and receives in the timed steps; not with `min_workers`."""
 
     def __init__(self, work: Work, strategy: tfps.Strategy) -> None:
         super().__init__(work, strategy.rank)
-        self._queues = cast("Worker", strategy._runtime.exchange)._queues
+        exchange = strategy._runtime.exchange
+        self._queues = exchange._queues if isinstance(exchange, Worker) else []
         self.messages = 0
 
     def warm(self) -> None:
