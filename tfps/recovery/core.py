@@ -214,13 +214,15 @@ class Core:
         """The journal of a bucket; a joining worker keeps none, as nobody gets what it pushes."""
         return None if self.is_joining else bucket.journal
 
-    def forget_results(self, number: int, reply: Reply) -> None:
-        """Drops large results that all ranks must have, such as initial values; called after a reply to `number`.
+    def forget_results(self, worker: Worker, number: int, reply: Reply) -> None:
+        """Drops large results that all ranks must have, such as initial values; after a reply to `number`, by `worker`.
 
         A rank begins step n + 1 when step n has ended on it, with all that was exchanged before. So if gradients come
         back `_ROUNDS` steps after a result, each rank that has pushed them has that result.
         """
-        if self.worker.pushes.buckets[number].spec.occasional:
+        if self.config.applies_each_push:  # gradients come back to one rank while others are behind
+            return
+        if worker.pushes.buckets[number].spec.occasional:
             if reply.sum is not None and memoryview(reply.sum).nbytes >= _LARGE_BYTES:
                 with self.changed:
                     seen = {other: each.replies for other, each in enumerate(self.buckets)}
@@ -238,7 +240,7 @@ class Core:
             with bucket.lock:
                 if bucket.replies == at:
                     bucket.last = Reply(ranks=bucket.last.ranks)
-            self.worker.pushes.give_back(other)
+            worker.pushes.give_back(other)
 
     def check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""
