@@ -128,7 +128,7 @@ def test_a_port_in_use_is_said_and_ends_with_1() -> None:
         (["--workers=1", "--metrics-port=65536"], 2, "--metrics-port must be from 0 to 65535, got 65536"),
         (["--json"], 2, "--json belongs to --status"),
         (["--status=host"], 1, "'host:port'"),
-        (["--status=127.0.0.1:1"], 1, "pserver 127.0.0.1:1: UNAVAILABLE in Status"),
+        (["--status=127.0.0.1:1"], 1, "pserver 127.0.0.1:1: 127.0.0.1: refused: nothing listens there; is"),
     ],
 )
 def test_malformed_arguments_are_refused(

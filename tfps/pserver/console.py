@@ -145,9 +145,11 @@ class Watcher:
     def _ask(self) -> pb.StatusReply:
         try:
             return self._pserver.call("Status", pb.StatusRequest(details=True), _TIMEOUT_S)
-        except PserverLostError:
+        except PserverLostError as error:
             if why := self._pserver.misunderstanding():
                 raise ConnectError(f"pserver {self._pserver.address} {why}") from None
+            if self._last is None:
+                self._pserver.check_reached(error)
             raise
 
 

@@ -106,7 +106,8 @@ class JobState:
         why = f"its data ended earlier or its script ended; give every worker the same number of batches: {EVERY_RANK}"
         if member.reason:
             why = f"it ended with {member.reason}"
-        which = f"step {late.step} of bucket '{bucket}', for which others wait"
+        what = " (how many batches each rank has left)" if bucket == "batches" else ""
+        which = f"step {late.step} of bucket '{bucket}'{what}, for which others wait"
         self.fail(WorkerLostError(f"{member} left before {which}: {why}"))
 
     def announce(self, header: Header, payload: bytes = b"") -> None:

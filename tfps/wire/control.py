@@ -275,7 +275,15 @@ class Pserver:
         """What of TLS keeps the two ends from understanding each other; "" if nothing, None if unknown."""
         return diagnose(self.address, self._security)
 
-    def _raise_other(self, error: grpc.RpcError) -> None:
+    def check_reached(self, error: Exception) -> None:
+        """After the `error` of a first call: raises ConnectError if nothing answers there, or something else."""
+        if why := trouble(self.address):
+            raise ConnectError(
+                f"pserver {self.address}: {why}; is tfps_pserver running there, and is the address right?"
+            ) from error
+        self._raise_other(error)
+
+    def _raise_other(self, error: Exception) -> None:
         """Raises ConnectError if what answers is known to be something else."""
         host, port = split(self.address)
         who, said = who_answers(host, port, _LOOK_S)
