@@ -21,6 +21,7 @@ from tfps.types import Array, Buffer, DType
 
 Payload: TypeAlias = "bytes | bytearray | memoryview | Array"  # C-contiguous; collections.abc.Buffer needs Python 3.12
 _T = TypeVar("_T")
+BATCHES = "batches"  # the name of the bucket in which ranks tell how many batches each has left
 
 
 def parse_dtype(name: str) -> DType:

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tfps.collectives import AllGather
 from tfps.errors import ClosedError, JoinError, MismatchError, TfpsError, WorkerLostError, to_text
-from tfps.exchange.interface import Reply
+from tfps.exchange.interface import BATCHES, Reply
 from tfps.graph import ops as graph_ops
 from tfps.graph.rows import UNKNOWN
 from tfps.graph.tf_private import has_function, outer_graphs
@@ -155,7 +155,7 @@ class BatchAgreement:
         self.accumulating: weakref.WeakKeyDictionary[object, tuple[Value, int]] = weakref.WeakKeyDictionary()
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
-        self.said = AllGather(runtime, "batches")
+        self.said = AllGather(runtime, BATCHES)
         self.said.later()
         self._eager = Request(self, None)
         runtime.before_close.append(self.close)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 from tfps.config import Config
 from tfps.errors import PserverLostError, TfpsError, WorkerLostError
+from tfps.exchange.interface import BATCHES
 from tfps.membership.members import State
 from tfps.membership.roster import Roster
 from tfps.membership.view import View
@@ -106,7 +107,7 @@ class JobState:
         why = f"its data ended earlier or its script ended; give every worker the same number of batches: {EVERY_RANK}"
         if member.reason:
             why = f"it ended with {member.reason}"
-        what = " (how many batches each rank has left)" if bucket == "batches" else ""
+        what = " (how many batches each rank has left)" if bucket == BATCHES else ""
         which = f"step {late.step} of bucket '{bucket}'{what}, for which others wait"
         self.fail(WorkerLostError(f"{member} left before {which}: {why}"))
 

@@ -30,8 +30,8 @@ logger = logging.getLogger("tfps")
 _T = TypeVar("_T")
 ToDo = queue.SimpleQueue[Event | Effect | None]
 _LOOK_S = 1.0  # between two looks whether a wait is interrupted
-_LARGE_BYTES = 2**20
-_ROUNDS = 3
+_LARGE_BYTES = 2**20  # of a result that is worth forgetting
+_ROUNDS = 3  # more than a rank can be ahead of another one in its gradients
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 
 

@@ -404,7 +404,7 @@ class Runtime:
             begin, transfer.round = self.spans.now(), step
             try:
                 if transfer.spec.kind == "sum":
-                    summed = data if returned is not None and reply.sum is returned else tensor_of(reply.sum)
+                    summed = data if reply.sum is returned else tensor_of(reply.sum)
                     transfer.finish(graph_run, summed, self._no_indices)
                 else:
                     indices, gathered = unpack_sparse((reply.parts or {}).values())

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tfps.config import Config
 from tfps.errors import JoinError, WaitTimeoutError
-from tfps.exchange.interface import BucketSpec, OnReply, Payload, Reply, declared
+from tfps.exchange.interface import BATCHES, BucketSpec, OnReply, Payload, Reply, declared
 from tfps.protos import tfps_pb2 as pb
 from tfps.worker.embedded import EmbeddedExchange
 
@@ -85,7 +85,7 @@ class Trial:
         """Whether the others have taken a step of a training, and so declared all that they need for it."""
         told = self.replies()
         # Eager steps have occasional buckets only, but batches that have been agreed on: some of them ahead.
-        least = [self._ahead if [*each.names] == ["batches"] else 2**63 * each.occasional for each in told[0].buckets]
+        least = [self._ahead if [*each.names] == [BATCHES] else 2**63 * each.occasional for each in told[0].buckets]
         return any(step > most for reply in told for step, most in zip(reply.steps, least, strict=False))
 
     def learn(self, specs: Sequence[BucketSpec]) -> None:

@@ -122,7 +122,9 @@ def _deaths(quick: bool) -> Outcome:
     every_s, window_s = QUICK_DEATHS_S if quick else DEATHS_S
     runs: list[dict[str, Json]] = []
     headline: dict[str, float] = {}
-    for kind in (kind for kind in deaths.KINDS if not (quick and kind in deaths.HOROVOD)):
+    for kind in deaths.KINDS:
+        if quick and kind in deaths.HOROVOD:
+            continue
         if absence := deaths.absence(kind):
             print(absence)
             continue
