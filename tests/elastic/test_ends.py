@@ -22,7 +22,6 @@ CASES = {
     "the disk of checkpoints is full": ("save", "a full disk", "place/model.keras: OSError: [Errno 28] No space left"),
     "the workers differ": ("difference", "a file", "the workers are no longer alike "),
 }
-QUICK = ("the folder of snapshots is lost",)
 
 
 @contextlib.contextmanager
@@ -42,9 +41,8 @@ def in_its_place(path: Path, what: str) -> Iterator[None]:
         subprocess.run(["umount", path], check=True)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.long) for each in CASES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
 def test_an_error_of_the_job_ends_it_on_every_rank(tmp_path: Path, case: str) -> None:
     kind, what, said = CASES[case]
     settings = {"PYTHONPATH": processes.PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"}

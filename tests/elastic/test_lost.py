@@ -139,7 +139,9 @@ def test_a_worker_that_gets_sigterm_ends_its_step_and_no_row_is_lost(
     assert "left at step" in job.outputs[0]
 
 
-@pytest.mark.parametrize("kind", ["arrays accumulated", "dataset accumulated several steps"])
+@pytest.mark.parametrize(
+    "kind", ["dataset accumulated several steps", pytest.param("arrays accumulated", marks=pytest.mark.long)]
+)
 def test_a_worker_that_gets_sigterm_ends_its_update(cluster: Cluster, tmp_path: Path, kind: str) -> None:
     job = trained(cluster, tmp_path, kind, {1: (5, "in an announcement", signal.SIGTERM)}, {})
     job.check([1])
@@ -147,7 +149,7 @@ def test_a_worker_that_gets_sigterm_ends_its_update(cluster: Cluster, tmp_path: 
     assert [1 in ranks for ranks in job.survivors[0]["divided"]] == [True] * 8 + [False] * 4
 
 
-SOME = ("stopped", "accumulated")  # in the quick suite; each of the others differs in one thing
+SOME = ("stopped",)  # in the quick suite; each of the others differs in one thing
 
 
 def _case(name: str) -> ParameterSet:

@@ -121,10 +121,10 @@ REFUSED = {
     "a callback that reduces": ("here", "1 1 1 2", "reduces", "the workers do not train the same"),
     "what a callback assigns": ("here", "1 1 1 2", "assigned", "it has another value than the others of "),
 }
-QUICK_REFUSED = ("a callback that waits",)
 
 
-@pytest.mark.parametrize("case", some(REFUSED, QUICK_REFUSED))
+@pytest.mark.long
+@pytest.mark.parametrize("case", REFUSED)
 def test_who_cannot_join_ends_alone_and_the_others_go_on(cluster: Cluster, tmp_path: Path, case: str) -> None:
     kind, leaves, differs, said = REFUSED[case]
     (mine, output), (code, refusal) = back(cluster, tmp_path, kind, leaves, differs, TFPS_STEP_TIMEOUT_S="60")

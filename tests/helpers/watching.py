@@ -85,7 +85,11 @@ def watching(*options: str) -> Iterator[Watched]:
         assert process.stderr is not None
         reader = threading.Thread(target=lambda log: watched.lines.extend(log), args=(process.stderr,), daemon=True)
         reader.start()
-        yield watched
+        try:
+            yield watched
+        finally:
+            process.kill()
+            reader.join()  # before its end of the pipe is closed
 
 
 SUMS = [BucketSpec(("a",), "sum", 40_000, "float32", 1), BucketSpec(("b",), "sum", 400, "int64", 0)]

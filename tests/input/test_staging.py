@@ -176,7 +176,13 @@ def test_an_error_of_the_pipeline_is_raised_at_its_step_after_the_batches_before
     jobs.poll(lambda: nothing_left(strategy))
 
 
-@pytest.mark.parametrize("where", [contextlib.nullcontext, lambda: tf.Graph().as_default()], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(contextlib.nullcontext, id="eager", marks=pytest.mark.long),
+        pytest.param(lambda: tf.Graph().as_default(), id="graph"),
+    ],
+)
 def test_an_iterator_that_is_dropped_leaves_nothing_behind(
     strategy: tfps.Strategy, where: Callable[[], AbstractContextManager[object]], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -316,7 +322,7 @@ def test_the_step_that_finds_the_end_does_not_count_itself(strategy: tfps.Strate
     assert int(model.optimizer.iterations.numpy()) == 4 * 5
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_fit_with_and_without_staging_is_bitwise_the_same(steps_per_execution: int) -> None:
     def trained(depth: int) -> list[bytes]:
         strategy = tfps.Strategy(config=tfps.Config(staging_depth=depth))

@@ -80,10 +80,14 @@ def _of_the_data(result: dict[str, Json]) -> list[str]:
     return [line for line in result["warnings"] if not line.startswith("tfps: waits for")]
 
 
-def test_validation_and_prediction_use_all_batches_of_each_worker(found: Found) -> None:
-    for program in ("without any", "in function"):
-        assert [result["seen"] for result in found(program)] == [80, 48]
+def test_validation_uses_all_batches_of_each_worker(found: Found) -> None:
+    assert [result["seen"] for result in found("without any")] == [80, 48]
     assert [result["evaluated"] for result in found("fit")] == [[5, 5, 5], [3, 3, 3]]
+
+
+@pytest.mark.long
+def test_prediction_and_data_from_a_function_use_all_batches_of_each_worker(found: Found) -> None:
+    assert [result["seen"] for result in found("in function")] == [80, 48]
     assert [result["predicted"] for result in found("not counted")] == [80, 48]
 
 

@@ -14,10 +14,10 @@ PROGRAMS = ["adam", "embedding_sgd"]
 pytestmark = pytest.mark.timeout(1200)
 QUICK = [
     ("programs_remote", "saved_by_one_rank"),
-    ("programs_remote", "slots_loaded"),
     ("programs_remote", "finished_and_run_again"),
 ]
 LONG = [
+    ("programs_remote", "slots_loaded"),
     ("programs_precision", "loss_scaling"),
     ("programs_saving", "backup_shared"),
     ("programs_precision", "accumulation"),

@@ -11,8 +11,8 @@ import test_tables
 from test_programs import Results
 
 pytestmark = pytest.mark.timeout(1200)
-QUICK = "saved_own", "copied"
-LONG = "assigned", "backup_own", "saved_shared", "backup_shared", "checkpoints", "other_optimizer"
+QUICK = ("saved_own",)
+LONG = "copied", "assigned", "backup_own", "saved_shared", "backup_shared", "checkpoints", "other_optimizer"
 
 
 def ran(folder: Path, programs: Sequence[str]) -> Results:

@@ -219,7 +219,7 @@ print("pushed")
 """
 
 
-@pytest.mark.parametrize(("pservers", "restarts"), [(2, 1), (1, 1), (2, 0)])
+@pytest.mark.parametrize(("pservers", "restarts"), [(2, 1), pytest.param(1, 1, marks=pytest.mark.long), (2, 0)])
 def test_a_pserver_that_is_lost_starts_again_or_the_workers_go_on_with_the_others(
     write_script: WriteScript, pservers: int, restarts: int
 ) -> None:
@@ -368,7 +368,11 @@ if how == "an error on one after the other":
 
 @pytest.mark.parametrize(
     ("how", "starts"),
-    [("an error before the job begins", 3), ("a difference", 2), ("an error on one after the other", 3)],
+    [
+        pytest.param("an error before the job begins", 3, marks=pytest.mark.long),
+        pytest.param("a difference", 2, marks=pytest.mark.long),
+        ("an error on one after the other", 3),
+    ],
 )
 def test_a_job_that_has_ended_with_an_error_is_not_begun_anew(
     write_script: WriteScript, tmp_path: Path, how: str, starts: int

@@ -249,7 +249,7 @@ def test_float_ids_are_taken_as_far_as_they_are_exact() -> None:
     )
 
 
-@pytest.mark.parametrize("wrong", [ROWS, -1])
+@pytest.mark.parametrize("wrong", [ROWS, pytest.param(-1, marks=pytest.mark.long)])
 def test_an_id_that_a_table_has_not_is_named_with_its_layer(wrong: int) -> None:
     layer, (x, y) = embedding(ROWS, name="users"), data()
     texts = f"layer 'users': an id must be from 0 to {ROWS - 1}, got", str(wrong)

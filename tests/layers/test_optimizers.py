@@ -81,7 +81,7 @@ def test_an_optimizer_of_several_tables_or_of_the_model_too_counts_each_step_onc
     assert same(rows(*together), rows(*alone))
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.long), True])
 def test_weight_decay_leaves_alone_what_an_optimizer_excludes(own: bool) -> None:
     """By the name that the variable has in Keras' layer, or the variable itself."""
 

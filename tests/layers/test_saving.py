@@ -53,7 +53,9 @@ def test_a_loaded_model_has_the_rows_and_trains_on_like_the_one_that_was_saved(t
     np.testing.assert_array_equal(loaded.layers[0].read_rows(IDS), user.read_rows(IDS))
 
 
-@pytest.mark.parametrize("order", ["LC", "RLC", "RCL", "CRL", "CL"])
+@pytest.mark.parametrize(
+    "order", ["RCL", *(pytest.param(each, marks=pytest.mark.long) for each in ("LC", "RLC", "CRL", "CL"))]
+)
 def test_slots_come_back_whenever_the_optimizer_gets_known(order: str, tmp_path: Path) -> None:
     """Weights are loaded, rows assigned before that, and the model is compiled."""
 

@@ -27,7 +27,7 @@ BUILDS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "pservers"), [("SGD", 2), ("Adam", 0)])
+@pytest.mark.parametrize(("name", "pservers"), [pytest.param("SGD", 2, marks=pytest.mark.long), ("Adam", 0)])
 def test_one_worker_ends_bitwise_where_plain_keras_ends(name: str, pservers: int) -> None:
     servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(pservers)]
     strategy = tfps.Strategy([server.address for server in servers] or None, config=CONFIG)

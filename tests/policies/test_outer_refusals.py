@@ -51,7 +51,7 @@ def freeze_first_layer(model: Model, optimizer: Argument) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (DILOCO, "the outer momentum would move it on"),
+        pytest.param(DILOCO, "the outer momentum would move it on", id="momentum", marks=pytest.mark.long),
         pytest.param(
             Settings("local", compression="topk:0.05"), "the residual of compression would move it on", id="topk"
         ),
@@ -80,7 +80,11 @@ def test_an_eager_step_is_refused_before_it_updates_anything(start: Start) -> No
 
 
 @pytest.mark.parametrize(
-    ("settings", "new"), [(DILOCO, True), (LOCAL, False)], ids=["new optimizer", "no momentum, no codec"]
+    ("settings", "new"),
+    [
+        pytest.param(DILOCO, True, id="new optimizer"),
+        pytest.param(LOCAL, False, id="no momentum, no codec", marks=pytest.mark.long),
+    ],
 )
 def test_a_frozen_layer_stays_as_it_is_while_others_are_trained(start: Start, settings: Settings, new: bool) -> None:
     model = compiled(start(settings))

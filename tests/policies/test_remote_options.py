@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Argument]] = {
 BITWISE = ("SGD", "Nadam", "Ftrl", "Lion", "Adamax")
 CLOSE = ("RMSprop", "Adagrad", "Adadelta")
 # Their options have all of the others, and each kind of rule is in one of them; what remains is long.
-QUICK = (("SGD", "accumulated"), ("Nadam", "averaged"))
+QUICK = (("Nadam", "averaged"),)
 
 
 def reordered(name: str, options: str) -> bool:

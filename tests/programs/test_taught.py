@@ -43,7 +43,7 @@ PROGRAMS = {
         *("numbers_of_batches", "functions_of_batches", "losses_of_outputs"),
     ],
 }
-QUICK = [("taught_vectors", "siamese_network"), ("taught_vectors", "losses_of_outputs")]
+QUICK = [("taught_vectors", "siamese_network")]
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History
 NEAR = 0.75  # of the same, for losses that are not to be those of plain Keras: pairs are fewer in smaller batches
 pytestmark = pytest.mark.timeout(1200)

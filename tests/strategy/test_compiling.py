@@ -58,7 +58,10 @@ def test_a_model_compiled_again_outside_of_the_scope_trains_as_in_plain_keras(
     assert fine_tuned(strategy, OPTIMIZERS[name]) == fine_tuned(None, OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize(("name", "update"), [("Nadam", "worker"), ("ScheduleFreeAdamW", "worker"), ("Adam", "server")])
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [pytest.param("Nadam", "worker", marks=pytest.mark.long), ("ScheduleFreeAdamW", "worker"), ("Adam", "server")],
+)
 def test_an_optimizer_may_be_built_outside_of_the_scope(
     name: str, update: Literal["worker", "server"], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +141,8 @@ def stepped(strategy: tfps.Strategy | None, name: str) -> tuple[list[str], list[
     return [v.path for v in variables], [np.asarray(v.numpy()).tobytes() for v in variables]
 
 
-@pytest.mark.parametrize("name", [pytest.param("instance", marks=pytest.mark.long), "average", "loss scaling"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(each, marks=pytest.mark.long) for each in ("instance", "average")), "loss scaling"]
+)
 def test_a_loop_outside_of_run_steps_as_in_plain_keras(strategy: tfps.Strategy, name: str) -> None:
     assert stepped(strategy, name) == stepped(None, name)

@@ -117,7 +117,7 @@ def test_reading_one_of_a_group_waits_for_the_update_of_all(monkeypatch: pytest.
         assert (second.numpy() != before[1]).any()
 
 
-@pytest.mark.parametrize("before", ["nothing", "predicted"])
+@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.long), "predicted"])
 def test_training_ends_bitwise_as_in_plain_keras(before: str, strategy: tfps.Strategy) -> None:
     def trained(where: tfps.Strategy | None) -> list[bytes]:
         keras.utils.set_random_seed(1)

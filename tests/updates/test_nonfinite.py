@@ -90,8 +90,9 @@ SETTINGS: dict[str, dict[str, Argument]] = {
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        *(("embedded", name) for name in ("decay", "accumulation", "sparse")),
-        *(("pservers", "Adam"), ("server", "accumulation")),
+        *(("embedded", name) for name in ("accumulation", "sparse")),
+        ("pservers", "Adam"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("embedded", "decay"), ("server", "accumulation"))),
     ],
 )
 def test_a_step_that_is_skipped_leaves_what_plain_keras_has_without_its_batch(

@@ -27,7 +27,8 @@ def test_only_what_captures_show_is_of_the_wall_clock() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("cc"), reason="needs Linux and a compiler")
 @pytest.mark.parametrize(
-    ("shared", "transport"), [("1", "auto"), ("0", "tcp"), pytest.param("0", "grpc", marks=pytest.mark.long)]
+    ("shared", "transport"),
+    [("1", "auto"), *(pytest.param("0", transport, marks=pytest.mark.long) for transport in ("tcp", "grpc"))],
 )
 def test_jumps_of_the_wall_clock_stall_no_exchange_and_no_wait(shared: str, transport: str, tmp_path: Path) -> None:
     library, offset = tmp_path / "jumping_clock.so", tmp_path / "offset"
