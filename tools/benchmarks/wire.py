@@ -6,7 +6,10 @@ over gRPC; and over gRPC with TLS.
 
 Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
 raw sockets, which is what loopback and Python give at best; and the same through Python's ssl (OpenSSL, without kernel
-TLS), the least that encrypted data connections would take. GB/s per worker are bytes pushed per worker and second; CPU
+TLS), the least that encrypted data connections would take. An echo answers from the processor's cache and waits for
+nobody: "raw + sums" is a process that reads a message of each of both clients, adds them and sends the sum to both,
+without headers, priorities, or a bound on what is under way: the floor for parameter servers on sockets and Python,
+with messages of 1 MiB and of 64 KiB. GB/s per worker are bytes pushed per worker and second; CPU
 s/GB are of all processes together, per byte pushed by all workers. Two further rows are gRPC alone: the same echo over
 bare bidirectional streams; and the same with the passes over memory that a sum needs: a client copies a gradient into
 its message and the answer out of it, and the server adds every second message to another and copies the sum into bytes,
@@ -57,11 +60,14 @@ class Row(NamedTuple):
     servers: int = 1
     settings: Mapping[str, str] = MappingProxyType({})
     tls: bool = False
+    message_bytes: int = ECHO_BYTES  # of raw rows
 
 
 SOCKETS, SMALL = {"TFPS_SHARED_MEMORY": "0"}, {"TFPS_SLICE_BYTES": "65536", "TFPS_WINDOW_BYTES": "524288"}
 ROWS = (
     Row("raw", "raw", "raw"),
+    Row("raw_sums", "raw + sums", "raw-sum"),
+    Row("raw_sums_64k", "raw + sums, 64 KiB", "raw-sum", message_bytes=65536),
     Row("ssl", "raw with ssl", "ssl", tls=True),
     Row("grpc", "bare gRPC", "grpc"),
     Row("floor", "gRPC + sums", "grpc-sum"),
@@ -100,7 +106,7 @@ def measure(row: Row, steps: int) -> dict[str, Json]:
         if row.role == "work":
             serve = ["-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
         else:
-            serve = [script, f"{row.role}-echo"]
+            serve = [script, f"{row.role}-echo", "--message-bytes", str(row.message_bytes)]
         if row.tls:
             authority = Authority(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())))
             own = authority.sign("pserver")
@@ -108,7 +114,7 @@ def measure(row: Row, steps: int) -> dict[str, Json]:
             settings["TFPS_TLS_CA"] = authority.file  # the echo's clients use it, too
         servers = [stack.enter_context(children.python(serve)) for _ in range(row.servers)]
         addresses = [_line(server).split()[3] for server in servers]
-        work = [script, row.role, *addresses, "--steps", str(steps)]
+        work = [script, row.role, *addresses, "--steps", str(steps), "--message-bytes", str(row.message_bytes)]
         workers = [stack.enter_context(children.python(work, settings)) for _ in range(WORKERS)]
         for worker in workers:
             _line(worker)  # ready: connected and warm
@@ -177,7 +183,7 @@ def _work(addresses: list[str], steps: int) -> None:
     worker.close()
 
 
-def _raw(address: str, steps: int, tls: bool = False) -> None:
+def _raw(address: str, steps: int, message_bytes: int, tls: bool = False) -> None:
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
     if tls:
@@ -187,13 +193,14 @@ def _raw(address: str, steps: int, tls: bool = False) -> None:
     payload, result = memoryview(b"\1" * STEP_BYTES), memoryview(bytearray(STEP_BYTES))  # no page of zeros
 
     def send() -> None:
-        for start in range(0, STEP_BYTES, ECHO_BYTES):
-            connection.sendall(payload[start : start + ECHO_BYTES])
+        for start in range(0, STEP_BYTES, message_bytes):
+            connection.sendall(payload[start : start + message_bytes])
 
     def step() -> None:
         sender = threading.Thread(target=send)
         sender.start()
-        _fill(connection, result)
+        for start in range(0, STEP_BYTES, message_bytes):
+            _fill(connection, result[start : start + message_bytes])
         sender.join()
 
     _timed(step, steps)
@@ -280,6 +287,22 @@ def _echo_back(connection: socket.socket, context: ssl.SSLContext | None) -> Non
         connection.sendall(buffer[:count])
 
 
+def _raw_sums(message_bytes: int) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(f"echo ready at 127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    connections = [listener.accept()[0] for _ in range(WORKERS)]
+    parts = [np.empty(message_bytes // 4, np.float32) for _ in connections]
+    with contextlib.suppress(ConnectionError):
+        while True:
+            for start in range(0, STEP_BYTES, message_bytes):
+                items = min(message_bytes, STEP_BYTES - start) // 4
+                for connection, part in zip(connections, parts, strict=True):
+                    _fill(connection, part[:items].view(np.uint8).data)
+                np.add(parts[0][:items], parts[1][:items], out=parts[0][:items])
+                for connection in connections:
+                    connection.sendall(parts[0][:items].view(np.uint8).data)
+
+
 def _fill(connection: socket.socket, buffer: memoryview) -> None:
     done = 0
     while done < len(buffer):
@@ -293,8 +316,12 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "role",
-        choices=["work", *(f"{kind}{end}" for kind in ("raw", "ssl", "grpc", "grpc-sum") for end in ("", "-echo"))],
+        choices=[
+            "work",
+            *(f"{kind}{end}" for kind in ("raw", "raw-sum", "ssl", "grpc", "grpc-sum") for end in ("", "-echo")),
+        ],
     )
+    parser.add_argument("--message-bytes", type=int, default=ECHO_BYTES)
     parser.add_argument("--tls-cert")
     parser.add_argument("--tls-key")
     parser.add_argument("--steps", type=int, default=1)
@@ -302,12 +329,14 @@ def _main() -> None:
     options = parser.parse_args()
     if options.role == "work":
         _work(options.addresses, options.steps)
-    elif options.role in ("raw", "ssl"):
-        _raw(options.addresses[0], options.steps, tls=options.role == "ssl")
+    elif options.role in ("raw", "raw-sum", "ssl"):
+        _raw(options.addresses[0], options.steps, options.message_bytes, tls=options.role == "ssl")
     elif options.role in ("grpc", "grpc-sum"):
         _grpc(options.addresses[0], options.steps, sums=options.role == "grpc-sum")
     elif options.role in ("grpc-echo", "grpc-sum-echo"):
         _grpc_echo(sums=options.role == "grpc-sum-echo")
+    elif options.role == "raw-sum-echo":
+        _raw_sums(options.message_bytes)
     else:
         _raw_echo(options.tls_cert, options.tls_key)
 
