@@ -23,11 +23,13 @@ Transport = Literal["auto", "tcp", "grpc"]
 Update = Literal["worker", "server"]
 OnNonfinite = Literal["pass", "skip", "raise"]
 Auto = Literal["auto"]
+Xla = Literal["off", "auto", "on"]
 
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
 # Initial sizes if tuned: small, so that even a small model fills the window; only then can bandwidth be measured.
 FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
 _MOST_WORKERS = 4096  # each step looks for who of them has not come
+_SIZES = ("slice_bytes", "window_bytes", "xla_part_bytes")  # in bytes, or "auto"
 _FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
 _LOCAL_MODES: tuple[Mode, ...] = ("diloco", "local")  # workers train for themselves between two exchanges
 _OF_MODES: dict[str, tuple[Mode, ...]] = {  # settings that only some modes have
@@ -158,6 +160,11 @@ class Config:
             `"pass"`: it is applied. `"skip"`: no worker applies it, and a log line names the variable and the rank.
             `"raise"`: all workers raise that instead. The last two wait for all gradients of a step before any is sent
             (docs/contract.md, "Gradients that are not finite").
+        xla: what XLA compiles, in parts between sends and gates (docs/xla.md): `"auto"`: models with
+            `jit_compile=True`; `"on"`: also what a program's own loop gives to `strategy.run`; `"off"`: nothing.
+            Workers may differ in it.
+        xla_part_bytes: bytes of gradients in one such part. Smaller parts leave and begin earlier, each costs compile
+            time. `"auto"`: an eighth of all, from 4 MiB.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.
@@ -197,6 +204,8 @@ class Config:
     snapshot_folder: str = ""
     rejoin_timeout_s: float = 3600.0
     on_nonfinite: OnNonfinite = "pass"
+    xla: Xla = "auto"
+    xla_part_bytes: int | Auto = "auto"
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
     token_file: str = ""
@@ -216,7 +225,7 @@ class Config:
         return self.elastic and (keeps_nothing or self.snapshot_steps is not None)
 
     def __post_init__(self) -> None:
-        for name in ("slice_bytes", "window_bytes"):
+        for name in _SIZES:
             value = getattr(self, name)
             if value != "auto" and not is_whole(value):
                 raise ConfigError(f"{name} must be a whole number of bytes or 'auto', got {value!r}")
@@ -385,6 +394,7 @@ _FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
     ("transport", _one_of(Transport), f"one of {_known(Transport)}"),
     ("update", _one_of(Update), f"one of {_known(Update)}"),
     ("mode", _one_of(Mode), f"one of {_known(Mode)}"),
+    ("xla", _one_of(Xla), f"one of {_known(Xla)}"),
     ("on_nonfinite", _one_of(OnNonfinite), f"one of {_known(OnNonfinite)}"),
     ("deterministic", _of(bool), "True or False"),
     ("shared_memory", _of(bool), "True or False"),
@@ -419,7 +429,7 @@ _FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
 
 def _parsed(field: str, text: str, default: Argument) -> Argument:
     """Reads the variable of a field of Config."""
-    size = field in ("slice_bytes", "window_bytes") and text.strip() != "auto"
+    size = field in _SIZES and text.strip() != "auto"
     # None stands for no number.
     return _parse(f"TFPS_{field.upper()}", text, 0 if size or default is None else default)
 

@@ -77,10 +77,10 @@ def test_an_update_that_writes_a_foreign_variable_runs_in_the_step_and_says_so_o
     assert strategy._runtime.update_buckets() == 0
 
 
-def test_jit_compile_is_refused_at_the_first_step(strategy: tfps.Strategy) -> None:
-    model, x, y = compiled(strategy, jit_compile=True)
-    with pytest.raises(tfps.UnsupportedError, match="jit_compile=False"):
-        model.fit(x, y, verbose=0)
+def test_a_function_around_run_that_xla_compiles_is_refused_with_what_to_write(strategy: tfps.Strategy) -> None:
+    step = tf.function(lambda: strategy.run(lambda: tf.constant(1.0)), jit_compile=True, autograph=False)
+    with pytest.raises(tfps.UnsupportedError, match=r"jit_compile=False for it, and tfps\.Config\(xla='on'\)"):
+        step()
 
 
 def test_a_function_compiled_by_xla_inside_a_step_is_refused_by_variable(strategy: tfps.Strategy) -> None:

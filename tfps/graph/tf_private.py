@@ -111,7 +111,8 @@ try:
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see _translate_errors
     from tensorflow.python.framework import (
-        auto_control_deps_utils,  # the attribute for read-only inputs
+        auto_control_deps_utils,  # the attribute for read-only inputs; which resources an op writes
+        kernels,  # which ops XLA can compile
         op_def_registry,  # which ops are stateful
         ops,  # the graph under construction, init_scope that leaves it
     )
@@ -199,7 +200,10 @@ try:
     needs(control_flow_util, "GraphOrParentsInXlaContext")
     needs(attr_value_pb2, "AttrValue")
     needs(auto_control_deps_utils, "READ_ONLY_RESOURCE_INPUTS_ATTR")  # what it does, check_effects sees
-    needs(tf.Operation, "_set_attr")
+    needs(auto_control_deps_utils, "get_read_write_resource_inputs")
+    needs(kernels, "get_registered_kernels_for_op")
+    needs(tf.Operation, "_set_attr", "_control_flow_context")
+    needs(tf.Operation, "_update_input", "_add_control_inputs", "_remove_all_control_inputs")  # see parts.py
     needs(tf.Graph, "_is_function", "_get_function")
     needs(ops, "get_default_graph", "init_scope")
     needs(record, "could_possibly_record", "record_operation")
@@ -335,6 +339,35 @@ def set_read_only_inputs(call: tf.Tensor, indices: Sequence[int]) -> None:
     """Marks resource inputs as read-only: TensorFlow must order uses of a gate's variables, but not of a queue."""
     value = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=indices))
     call.op._set_attr(auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, value)
+
+
+def registered_kernels(op_type: str) -> Sequence[Structure]:
+    """Returns TensorFlow's descriptions of all kernels of an op that have been registered by now."""
+    return tuple(kernels.get_registered_kernels_for_op(op_type).kernel)
+
+
+def resources_of(op: tf.Operation) -> tuple[list[int], list[int]]:
+    """Returns the ids of the resource tensors that `op` only reads, and of those that it may write."""
+    reads, writes = auto_control_deps_utils.get_read_write_resource_inputs(op)
+    return [id(each) for each in reads], [id(each) for each in writes]
+
+
+def must_compile(call: tf.Operation) -> None:
+    """Makes XLA compile the function that `call` calls."""
+    call._set_attr("_XlaMustCompile", attr_value_pb2.AttrValue(b=True))
+
+
+def replace_input(op: tf.Operation, before: tf.Tensor, after: tf.Tensor) -> None:
+    """Makes `op` take `after` wherever it takes `before`."""
+    for place, each in enumerate(op.inputs):
+        if each is before:
+            op._update_input(place, after)
+
+
+def set_control_inputs(op: tf.Operation, after: Sequence[tf.Operation]) -> None:
+    """Makes `op` wait for `after` and, beside its inputs, for nothing else."""
+    op._remove_all_control_inputs()
+    op._add_control_inputs(list(after))
 
 
 def identities(kind: str, tensors: Sequence[tf.Tensor], gradient: Callable[..., Structure]) -> list[tf.Tensor]:

@@ -91,6 +91,7 @@ with _fitting():
     needs(keras.Model, "_flatten_layers")  # whether all are built (layers.py), and which adapt (agreed_logs.py)
     needs(Functional, "_nodes_by_depth")
     needs(Node, "arguments", "operation")
+    needs(keras.Model, "_jit_compile")  # by which it makes its functions (xla.py)
     needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore and joining.py: the first epoch of `fit`
     needs(keras.Layer, "_losses")  # layers.py
     needs(keras.callbacks.CallbackList, "model")

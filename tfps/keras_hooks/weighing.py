@@ -31,6 +31,7 @@ from tfps.keras_hooks.alone import say_if_alone
 from tfps.keras_hooks.differentiated import say_if_no_mean
 from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
+from tfps.keras_hooks.xla import in_parts, made_without_xla
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 
 _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
@@ -42,7 +43,8 @@ _ROWS = "tests/integration/test_rows.py"
 def _mark_steps(made: str, trains: bool, original: Function, model: Model, force: bool = False) -> object:
     """Marks Keras' steps, the attribute `made` of a model, where it makes them."""
     before = getattr(model, made)
-    result = original(model, force=force)
+    with made_without_xla(model) as asked:
+        result = original(model, force=force)
     function = getattr(model, made)
     if strategy_of(model) is None and trains:
         say_if_alone(model)
@@ -52,7 +54,7 @@ def _mark_steps(made: str, trains: bool, original: Function, model: Model, force
     @functools.wraps(function)
     def step(*args: object) -> object:
         try:
-            with keras_step(trains=trains):
+            with keras_step(trains=trains), in_parts(asked):
                 return function(*args)
         except Exception as error:
             raise outlined(error)  # noqa: B904  # the same error

@@ -47,6 +47,7 @@ from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Function, Options, Structure, Value, Variable
 from tfps.updates.combined import Combiner
+from tfps.updates.compiled import CompiledSteps
 from tfps.updates.compressing import Compressing
 from tfps.updates.graph_view import Picture, picture
 from tfps.updates.initial_values import InitialValues
@@ -108,6 +109,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.compressing = Compressing(config.compression_rules, runtime, self.policy.remote_parameters)
         replicas, limits = len(self._devices), config.bucket_limits(runtime.exchange.info.one_host)
         self.scheduler = UpdateScheduler(strategy, runtime, replicas, limits, self._invariants, self.compressing)
+        self.compiled = CompiledSteps(self.scheduler, runtime, config, self._devices)
         self.guard: Guard | None = None  # of updates, if not all gradients are applied
         if config.on_nonfinite != "pass":
             codec = self.compressing.codec if self.policy.exchanges_gradients else lambda _: NONE
@@ -322,15 +324,20 @@ class Extended(mirrored_strategy.MirroredExtended):
             graph = ops.get_default_graph()
             if in_xla(graph):
                 raise UnsupportedError(
-                    "jit_compile=True is not supported under tfps.Strategy: gradients could leave only after the whole "
-                    "step; use model.compile(..., jit_compile=False)"
+                    "a function that calls strategy.run is compiled by XLA (jit_compile=True): gradients could leave "
+                    "only after the whole step; use jit_compile=False for it, and tfps.Config(xla='on'), which has the "
+                    "step compiled in parts (docs/xla.md)"
                 )
+            compiles, begin = self.compiled.wanted(eagerly=False), len(graph.get_operations())
             given = filter(tf.is_symbolic_tensor, tf.nest.flatten((args, kwargs), expand_composites=True))
             self.scheduler.begin_call(graph, [each for each in given if each.graph is graph])
             apart = stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0)
             with replaced(self, "_replica_graph", graph), apart:
                 result = super()._call_for_each_replica(fn, args, kwargs)
-            self.scheduler.end_call(graph)
+            sent = self.scheduler.end_call(graph)
+            if compiles:
+                sends = self.policy.exchanges_gradients
+                result = self.compiled.compile(graph, begin, sent, result, sends=sends)
         self.initial_values.agree()
         return result
 

@@ -28,6 +28,7 @@ from tfps.keras_hooks import (  # noqa: F401  # hooks
     python_data,
     random_numbers,
     weighing,
+    xla,
 )
 from tfps.policies import remote_optimizers
 from tfps.strategy import optimizers  # noqa: F401  # hooks

@@ -109,6 +109,7 @@ class GraphState:
     pending: dict[int, list[PendingUpdate]] = field(default_factory=dict)  # by replica
     inputs: list[tf.Tensor] = field(default_factory=list)  # of the replica function
     passed: PassedGates = field(default_factory=PassedGates)
+    sent: list[PendingUpdate] = field(default_factory=list)  # whose gradients this call has sent
     reductions: Counter[Hashable] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
 
 

@@ -162,21 +162,25 @@ class UpdateScheduler:
     def begin_call(self, graph: tf.Graph, inputs: list[tf.Tensor]) -> None:
         """Prepares for tracing replica functions with `inputs` in `graph`."""
         self._state(graph).inputs = inputs
+        self._state(graph).sent.clear()
         self._forget_call()  # left by a call whose trace raised
         self._touched.clear()
 
-    def end_call(self, graph: tf.Graph) -> None:
-        """Emits what is still pending after all replicas of a call have been traced."""
+    def end_call(self, graph: tf.Graph) -> list[PendingUpdate]:
+        """Emits what is still pending after all replicas of a call have been traced; returns all that it has sent."""
         self._emit_all(graph)
         self._forget_call()
         touched, self._touched = self._touched, []
-        for other in [graph, *(each for ref in touched if (each := ref()) is not None)]:
+        sent: list[PendingUpdate] = []
+        for other in [graph, *(each for ref in touched if (each := ref()) is not None and each is not graph)]:
+            sent += self._known(other).sent
             left = [update for each in self._state(other).pending.values() for update in each]
             if names := ", ".join(update.variable.name for update in left):
                 raise UnsupportedError(
                     f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond "
                     f"or tf.while_loop ({names}); reduce them in a separate call"
                 )
+        return sent
 
     def _forget_call(self) -> None:
         for each in (self._transfers, self._groups, self._reached):
@@ -217,6 +221,7 @@ class UpdateScheduler:
         timestamps = self.timestamps(graph, replica) if timed else None
         last = min((bucket.spec.priority for bucket in numbers), default=0)  # the most urgent is the last to be sent
         for index, bucket in enumerate(buckets):
+            self._state(graph).sent += bucket.updates
             if bucket not in numbers:
                 for item in bucket.updates:  # here they wait for the result of `all_reduce`
                     component = item.variable._get_replica(replica)

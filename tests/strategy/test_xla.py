@@ -1,0 +1,272 @@
+"""`jit_compile=True` under the strategy: results of plain Keras with XLA, in parts that do not delay sends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training import compiled
+
+import tfps
+from tfps.types import Argument, Array, Options, Structure, Value
+
+PARTS = tfps.Config(xla_part_bytes=4096)
+UNITS, CLASSES = 16, 10
+
+
+def mlp() -> keras.Model:
+    x = inputs = keras.Input((UNITS,))
+    for _ in range(3):
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.ops.gelu(keras.layers.Dense(4 * UNITS)(y), approximate=False)
+        x = x + keras.layers.Dense(UNITS)(y)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, dtype="float32")(x))
+
+
+def normalized() -> keras.Model:
+    x = inputs = keras.Input((UNITS,))
+    for _ in range(3):
+        x = keras.layers.Dense(2 * UNITS, use_bias=False)(x)
+        x = keras.layers.Dropout(0.2)(keras.layers.ReLU()(keras.layers.BatchNormalization()(x)))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(x))
+
+
+def attention() -> keras.Model:
+    x = inputs = keras.Input((UNITS,))
+    x = keras.layers.Reshape((4, UNITS // 4))(x)
+    x = keras.layers.Dense(UNITS)(x)
+    for _ in range(2):
+        y = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(2, UNITS // 2)(y, y)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.GlobalAveragePooling1D()(x)))
+
+
+def embedding() -> keras.Model:
+    inputs = keras.Input((UNITS,))
+    words = keras.ops.cast(keras.ops.abs(inputs) * 10, "int32") % 40
+    x = keras.layers.Flatten()(keras.layers.Embedding(40, 8)(words))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Dense(64, "gelu")(x)))
+
+
+def recurrent() -> keras.Model:
+    x = inputs = keras.Input((UNITS,))
+    x = keras.layers.GRU(8, use_cudnn=False)(keras.layers.Reshape((4, UNITS // 4))(x))
+    x = keras.layers.LayerNormalization()(keras.layers.Dense(64, "gelu")(x))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(x))
+
+
+def convolutions() -> keras.Model:
+    x = inputs = keras.Input((UNITS,))
+    x = keras.layers.Reshape((4, 4, 1))(x)
+    for _ in range(2):
+        x = keras.layers.BatchNormalization()(keras.layers.Conv2D(8, 3, padding="same", activation="relu")(x))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(x)))
+
+
+def data(rows: int = 80) -> tuple[Array, Array]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(rows, UNITS)).astype("float32"), random.integers(0, CLASSES, rows)
+
+
+def train(
+    strategy: tfps.Strategy | None,
+    build: Callable[[], keras.Model],
+    optimizer: Callable[[], keras.optimizers.Optimizer] = keras.optimizers.SGD,
+    *,
+    rows: int = 80,  # of batches of 32: the last has 16
+    **options: Argument,
+) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = build()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        settings: Options = {"jit_compile": True, "metrics": ["accuracy"], **options}
+        model.compile(optimizer(), loss, **settings)
+    x, y = data(rows)
+    model.fit(x, y, batch_size=32, epochs=2, verbose=0, shuffle=False)
+    return model
+
+
+def difference(one: keras.Model, other: keras.Model) -> float:
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(np.asarray(a, "float64") - b).max()) for a, b in pairs)
+
+
+def parts_of(strategy: tfps.Strategy, function: str = "one_step_on_data") -> int:
+    """How many parts the last traced function of this name has."""
+    return len(next(each.parts for each in strategy.extended.compiled.made if each.function == function))
+
+
+@pytest.fixture
+def in_parts() -> Iterator[tfps.Strategy]:
+    strategy = tfps.Strategy(config=PARTS)
+    yield strategy
+    strategy.close()
+
+
+def sgd(**options: Argument) -> Callable[[], keras.optimizers.Optimizer]:
+    return lambda: keras.optimizers.SGD(0.1, **options)
+
+
+def adam(**options: Argument) -> Callable[[], keras.optimizers.Optimizer]:
+    return lambda: keras.optimizers.Adam(0.01, **options)
+
+
+@pytest.mark.parametrize(
+    ("build", "optimizer", "options"),
+    [
+        (mlp, sgd(), {}),
+        (mlp, adam(), {"steps_per_execution": 2}),
+        (mlp, sgd(global_clipnorm=0.1), {}),
+        (mlp, lambda: keras.optimizers.LossScaleOptimizer(sgd()()), {}),
+        (normalized, adam(), {}),
+        (attention, sgd(gradient_accumulation_steps=2), {}),
+        (embedding, sgd(momentum=0.9), {}),
+        (convolutions, sgd(), {}),
+    ],
+    ids=("mlp", "executions", "clipping", "loss scale", "normalized", "accumulation", "embedding", "convolutions"),
+)
+def test_one_worker_ends_with_the_weights_of_plain_keras_with_xla(
+    in_parts: tfps.Strategy, build: Callable[[], keras.Model], optimizer: Argument, options: Options
+) -> None:
+    own, plain = train(in_parts, build, optimizer, **options), train(None, build, optimizer, **options)
+    assert difference(own, plain) < 1e-6
+    assert parts_of(in_parts) > 2
+    x, y = data()
+    assert own.evaluate(x, y, batch_size=32, verbose=0) == pytest.approx(plain.evaluate(x, y, batch_size=32, verbose=0))
+    np.testing.assert_allclose(own.predict(x, verbose=0), plain.predict(x, verbose=0), atol=1e-5)
+    assert parts_of(in_parts, "one_step_on_data_distributed") >= 1
+
+
+def test_half_precision_is_that_of_plain_keras_with_xla(in_parts: tfps.Strategy) -> None:
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    try:
+        own, plain = train(in_parts, mlp), train(None, mlp)
+        assert difference(own, plain) < 1e-6
+        assert difference(own, train(None, mlp, jit_compile=False)) > 1e-6, "XLA rounds otherwise: nothing was compiled"
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+def test_loops_of_recurrent_layers_stay_and_the_rest_is_compiled(
+    in_parts: tfps.Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "tfps"):
+        own = train(in_parts, recurrent)
+    assert "loops stay with TensorFlow" in caplog.text
+    assert parts_of(in_parts) > 1
+    assert difference(own, train(None, recurrent, jit_compile=False)) < 1e-6
+
+
+class OwnStep(keras.Model):
+    """A `train_step` of its own, with a tape and two losses."""
+
+    def train_step(self, batch: Structure) -> Structure:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            loss += 1e-3 * tf.add_n([tf.nn.l2_loss(each) for each in self.trainable_variables])
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
+
+
+def test_a_train_step_of_a_program_and_single_batches_are_compiled(in_parts: tfps.Strategy) -> None:
+    def build() -> keras.Model:
+        inner = mlp()
+        return OwnStep(inner.inputs, inner.outputs)
+
+    x, y = data(32)
+    models = []
+    for strategy in (in_parts, None):
+        model = train(strategy, build, metrics=None)
+        logs = model.train_on_batch(x, y, return_dict=True)
+        models.append((model, logs))
+    (own, logs), (plain, expected) = models
+    assert parts_of(in_parts) > 2
+    assert difference(own, plain) < 1e-6
+    assert logs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_loop_of_a_program_is_compiled_with_xla_on() -> None:
+    ends = []
+    for xla in ("off", "auto", "on"):
+        strategy = tfps.Strategy(config=dataclasses.replace(PARTS, xla=xla))
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+            optimizer.build(model.trainable_variables)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        def step(x: Value, y: Value, model=model, optimizer=optimizer, loss=loss) -> Value:  # type: ignore[no-untyped-def]
+            with tf.GradientTape() as tape:
+                value = loss(y, model(x, training=True))
+            optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+            return value
+
+        twice = tf.function(lambda x, y: [strategy.run(step, (x, y)) for _ in range(2)], autograph=False)  # noqa: B023
+        x, y = data(32)
+        values = [float(each) for _ in range(2) for each in twice(x, y)]
+        made = [len(each.parts) for each in strategy.extended.compiled.made]
+        ends.append((values, model.get_weights(), made))
+        strategy.close()
+    (off, _, none), (auto, _, nothing), (on, _, some) = ends
+    assert (none, nothing) == ([], [])
+    assert min(some) > 2
+    assert off == auto
+    assert on == pytest.approx(off, abs=1e-5)
+    assert on[-1] < on[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"update": "server"}, {"mode": "diloco", "inner_steps": 2}, {"mode": "local", "inner_steps": 2, "fragments": 2}],
+    ids=str,
+)
+def test_other_modes_compile_their_steps(settings: Options) -> None:
+    ends = []
+    for jit_compile in (True, False):
+        strategy = tfps.Strategy(config=dataclasses.replace(PARTS, **settings))
+        ends.append(train(strategy, mlp, adam(), jit_compile=jit_compile, rows=64).get_weights())
+        if jit_compile:
+            assert parts_of(strategy) > (1 if "update" in settings else 0)
+        strategy.close()
+    assert max(float(np.abs(a - b).max()) for a, b in zip(*ends, strict=True)) < 1e-5
+
+
+def test_off_compiles_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = tfps.Strategy(config=tfps.Config(xla="off"))
+    with caplog.at_level(logging.WARNING, "tfps"):
+        own = train(strategy, mlp)
+    assert "xla is 'off'" in caplog.text
+    assert strategy.extended.compiled.made == []
+    strategy.close()
+    assert difference(own, train(None, mlp, jit_compile=False)) == 0
+
+
+def test_several_local_devices_are_refused_by_name() -> None:
+    strategy = tfps.Strategy(devices=["CPU:0", "CPU:0"])
+    model, x, y = compiled(strategy, jit_compile=True)
+    with pytest.raises(tfps.UnsupportedError, match=r"jit_compile=True is for one local device, got 2"):
+        model.fit(x, y, verbose=0)
+    strategy.close()
+
+
+def test_eager_steps_are_not_compiled(in_parts: tfps.Strategy) -> None:
+    with pytest.warns(UserWarning, match="`jit_compile` cannot also be True"):
+        train(in_parts, mlp, run_eagerly=True)
+    tf.config.run_functions_eagerly(True)
+    try:
+        train(in_parts, mlp)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert in_parts.extended.compiled.made == []

@@ -1,0 +1,103 @@
+"""Which ops XLA can compile, asked of TensorFlow: its kernels, and what it knows of the shapes that ops make.
+
+Tested in tests/graph/test_parts.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+
+import tensorflow as tf
+
+from tfps.graph.tf_private import is_stateful, registered_kernels
+from tfps.types import Value
+
+_HELD = (tf.resource, tf.variant, tf.string)  # what a compiled function cannot take or return
+_ANY_SIZE = 3  # in place of a size that is not known
+_ROWS = 2**16  # bytes: larger constants are not made again in each part
+
+
+@functools.cache
+def _wake(device: str) -> None:
+    """Has TensorFlow register XLA's kernels: it does so when it compiles something for the first time."""
+    with tf.init_scope(), tf.device(device):
+        tf.function(lambda: tf.constant(1.0) + 1.0, autograph=False, jit_compile=True)()
+
+
+@functools.cache
+def _kernels(op_type: str, kind: str) -> tuple[dict[str, frozenset[int]], ...]:
+    """Per kernel of a `kind` of device, which types the attributes of an op may have."""
+    return tuple(
+        {rule.name: frozenset(rule.allowed_values.list.type) for rule in kernel.constraint}
+        for kernel in registered_kernels(op_type)
+        if kernel.device_type == kind
+    )
+
+
+class Compilable:
+    """Tells which ops of a graph XLA can compile for a device."""
+
+    def __init__(self, device: str) -> None:
+        _wake(device)
+        self._kind = f"XLA_{tf.DeviceSpec.from_string(device).device_type or 'CPU'}_JIT"
+
+    def __call__(self, op: tf.Operation, node: tf.compat.v1.NodeDef) -> bool:
+        """Whether `op`, which `node` describes, has a kernel and neither state, nor control flow, nor calls."""
+        if is_stateful(op.type) or op.type == "Placeholder" or op._control_flow_context is not None:
+            return False
+        if any(each.dtype in _HELD for each in (*op.inputs, *op.outputs)):
+            return False
+        attributes = node.attr
+        if any(each.HasField("func") or each.list.func for each in attributes.values()):
+            return False
+        if op.type == "Const" and attributes["value"].ByteSize() > _ROWS:
+            return False
+        return any(
+            all(_types_of(attributes[name]) <= allowed for name, allowed in rules.items() if name in attributes)
+            for rules in _kernels(op.type, self._kind)
+        )
+
+
+def _types_of(attribute: Value) -> frozenset[int]:
+    return frozenset([attribute.type] if attribute.HasField("type") else attribute.list.type)
+
+
+_found: dict[Hashable, bool] = {}
+
+
+def is_sized_by_values(op: tf.Operation, node: tf.compat.v1.NodeDef) -> bool:
+    """Whether the values of `op`'s inputs decide about the sizes of its outputs, as in tf.where and tf.unique.
+
+    TensorFlow's own rule for its shapes says so: with inputs of known sizes it does not know those of the outputs. An
+    op whose inputs do not fit together then counts as none.
+    """
+    if all(each.shape.is_fully_defined() for each in op.outputs):
+        return False
+    key = op.type, tuple((each.dtype, each.shape.rank) for each in op.inputs)
+    if key not in _found:
+        _found[key] = _is_sized_by_values(op, node)
+    return _found[key]
+
+
+def _is_sized_by_values(op: tf.Operation, node: tf.compat.v1.NodeDef) -> bool:
+    if not op.inputs or any(each.shape.rank is None for each in op.inputs):
+        return False
+    with tf.Graph().as_default() as graph, tf.device(None):
+        inputs = [_like(each) for each in op.inputs]
+        attributes = {name: value for name, value in node.attr.items() if not name.startswith("_")}
+        try:
+            made = graph.create_op(op.type, inputs, [each.dtype for each in op.outputs], attrs=attributes)
+        except (ValueError, TypeError, tf.errors.OpError):
+            return False
+    return not all(each.shape.is_fully_defined() for each in made.outputs)
+
+
+def _like(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor of known size in place of `tensor`; small whole numbers, which may be sizes, have a known value, too."""
+    if (value := tf.get_static_value(tensor)) is not None:
+        return tf.constant(value, tensor.dtype)
+    shape: Sequence[int] = [_ANY_SIZE if size is None else size for size in tensor.shape]
+    if tensor.dtype.is_integer and len(shape) <= 1:
+        return tf.ones(shape, tensor.dtype)
+    return tf.compat.v1.placeholder(tensor.dtype, shape)

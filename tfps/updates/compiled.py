@@ -1,0 +1,155 @@
+"""Which replica functions of a strategy XLA compiles, and in which parts.
+
+Tested in tests/strategy/test_xla.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfps.config import Config
+from tfps.errors import UnsupportedError
+from tfps.graph.cut import group
+from tfps.graph.ops import computed_from, outside, place_of
+from tfps.graph.parts import Part, Parts, Traced
+from tfps.graph.tf_private import is_differentiated
+from tfps.keras_hooks.xla import is_asked_by_keras
+from tfps.runtime.runtime import Runtime
+from tfps.types import Structure
+from tfps.updates.pending import PendingUpdate
+from tfps.updates.scheduler import UpdateScheduler
+from tfps.updates.variables import GatedVariable, container_of
+
+logger = logging.getLogger("tfps")
+
+
+@dataclass(frozen=True)
+class CompiledFunction:
+    """What XLA compiles of one traced function."""
+
+    function: str  # its name
+    parts: Sequence[Part]
+    groups: int  # of variables, in forward order
+    cut_s: float  # what tracing took longer
+
+
+class CompiledSteps:
+    """Cuts traced replica functions of one strategy into parts that XLA compiles."""
+
+    def __init__(self, scheduler: UpdateScheduler, runtime: Runtime, config: Config, devices: Sequence[str]) -> None:
+        self._scheduler, self._config, self._devices = scheduler, config, devices
+        self._alone = runtime.exchange.info.embedded
+        self.made: list[CompiledFunction] = []
+
+    def wanted(self, *, eagerly: bool) -> bool:
+        """Whether the replica function that is about to be traced is to be compiled.
+
+        Raises:
+            UnsupportedError: it is, but not on these devices.
+        """
+        asked = is_asked_by_keras()
+        if eagerly or not (asked or self._config.xla == "on"):
+            return False
+        if self._config.xla == "off":
+            _say_once(
+                "xla is 'off' (tfps.Config, TFPS_XLA): what a model with jit_compile=True computes is not compiled"
+            )
+            return False
+        if len(self._devices) > 1:
+            raise UnsupportedError(
+                f"{'jit_compile=True' if asked else 'xla=' + repr(self._config.xla)} is for one local device, got "
+                f"{len(self._devices)} ({', '.join(self._devices)}): start a worker for each device (tfps_launch), or "
+                "use jit_compile=False"
+            )
+        if is_differentiated():
+            # The tape has noted the ops that would move.
+            _say_once("a replica function that runs under a gradient tape outside of it is not compiled by XLA")
+            return False
+        return True
+
+    def compile(
+        self, graph: tf.Graph, begin: int, sent: Sequence[PendingUpdate], results: Structure, *, sends: bool
+    ) -> Structure:
+        """Cuts the replica function with `results` that has been traced in `graph` from its op number `begin` on.
+
+        Args:
+            sent: updates whose gradients it sends; sends: whether gradients leave in each step.
+        """
+        began = time.perf_counter()
+        traced = Traced(graph, begin, results)
+        if sent and sends:
+            traced = self._with_groups(traced, sent)
+        parts = Parts(traced, self._devices[0])
+        self._say_what_stays(traced, parts)
+        made = CompiledFunction(graph.name, parts.parts, traced.groups, time.perf_counter() - began)
+        self.made = [*(each for each in self.made if each.function != graph.name), made]
+        logger.info(
+            "tfps: XLA compiles %s in %d part%s (cut in %.1f s), at its first run",
+            graph.name,
+            len(made.parts),
+            "" if len(made.parts) == 1 else "s",
+            made.cut_s,
+        )
+        return parts.moved(results)
+
+    def _with_groups(self, traced: Traced, sent: Sequence[PendingUpdate]) -> Traced:
+        graph, order = traced.graph, self._scheduler.first_use(traced.graph)
+        gated = {
+            id(inside): variable for _, inside in graph.captures if (variable := _gated(inside)) is not None
+        }  # by resource
+        trained = {update.variable._unique_id: update.variable for update in sent}
+        every = {variable._unique_id: variable for variable in gated.values()} | trained
+        ids = sorted(every, key=lambda each: order.get(each, len(order)))
+        nbytes = [_bytes_of(every[each]) if each in trained else 0 for each in ids]
+        size = self._config.xla_part_bytes
+        groups = group(nbytes, None if size == "auto" else size, alone=self._alone and size == "auto")
+        group_of = dict(zip(ids, groups, strict=True))
+        gradients = [
+            (tensor, group_of[update.variable._unique_id]) for update in sent for tensor in _sources(update, graph)
+        ]
+        handles = {each: group_of[variable._unique_id] for each, variable in gated.items()}
+        return Traced(graph, traced.begin, traced.results, groups[-1] + 1, gradients, handles)
+
+    def _say_what_stays(self, traced: Traced, parts: Parts) -> None:
+        for op in traced.graph.get_operations()[traced.begin :]:
+            if op.type in ("While", "StatelessWhile"):
+                _say_once(f"loops stay with TensorFlow in a step that XLA compiles, first at {place_of(op)}")
+                break
+        if parts.unsized:
+            _say_once(
+                "what returns as many values as its data says (tf.where, tf.unique, tf.boolean_mask), and what is "
+                "computed from that, stays with TensorFlow in a step that XLA compiles, first at "
+                f"{place_of(parts.unsized[0])}"
+            )
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    logger.warning("tfps: %s (docs/xla.md)", what)
+
+
+def _gated(resource: tf.Tensor) -> GatedVariable | None:
+    """Returns the variable of a resource in a graph, if its reads wait at a gate of its own."""
+    if resource.dtype != tf.resource:
+        return None
+    variable = container_of(outside(resource))
+    return variable if isinstance(variable, GatedVariable) and variable.has_own_gates else None
+
+
+def _bytes_of(variable: GatedVariable) -> int:
+    return int(math.prod(variable.shape)) * int(variable.dtype.size)
+
+
+def _sources(update: PendingUpdate, graph: tf.Graph) -> list[tf.Tensor]:
+    """Returns the tensors of `graph` that the gradient of `update` is, or is computed from within a branch."""
+    gradient = update.reduced.gradient
+    parts = [gradient.values, gradient.indices] if update.sparse else [gradient]
+    found = computed_from(parts, lambda tensor: tensor.graph is not graph)
+    return [each for each in found if tf.is_symbolic_tensor(each) and each.graph is graph and each.dtype != tf.resource]
