@@ -100,9 +100,10 @@ def test_a_step_of_three_layers_is_five_parts() -> None:
     assert pairs[3:] == [(0, 2), (1, 2), (2, 2), (2, 2), (2, 1), (2, 1), (2, 0), (2, 0)]
 
 
-def test_an_op_after_a_later_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="op 0 must come after ops before it"):
-        cut([Node([1], True), Node([], True)])
+def test_ops_may_be_in_any_order_but_not_in_a_circle() -> None:
+    assert cut([Node([1], True, sends=0), Node([], True)]) == [Class(NONE, 0, 0)] * 2
+    with pytest.raises(ValueError, match="2 ops come after each other in a circle"):
+        cut([Node([1], True), Node([0], True), Node([], True)])
 
 
 @given(st.lists(st.integers(0, 8 * LEAST_BYTES), min_size=1, max_size=200))

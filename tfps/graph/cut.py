@@ -23,7 +23,7 @@ _GROUPS = 8  # of a model that is large enough
 class Node:
     """An op of the step."""
 
-    before: Sequence[int]  # places of the ops that it comes after, all smaller than its own
+    before: Sequence[int]  # places of the ops that it comes after
     movable: bool  # whether XLA can compile it; else it stays where it is
     waits: int = NONE  # the last group at whose gates it waits itself
     sends: int = NONE  # the last group of which it computes a gradient
@@ -46,19 +46,20 @@ def cut(nodes: Sequence[Node]) -> list[Class | None]:
     """Returns the class of each op; None for those that stay outside: what they are, or no gradient needs them.
 
     Raises:
-        ValueError: an op comes after one that is not before it in `nodes`.
+        ValueError: ops come after each other in a circle.
     """
+    order = _order(nodes)
     waits = [node.waits for node in nodes]
-    for place, node in enumerate(nodes):
-        if any(not 0 <= each < place for each in node.before):
-            raise ValueError(f"op {place} must come after ops before it, got {list(node.before)}")
+    for place in order:
+        node = nodes[place]
         waits[place] = max([waits[place], *(waits[each] for each in node.before)])
     sends = [node.sends for node in nodes]
-    for place in reversed(range(len(nodes))):
+    for place in reversed(order):
         for each in nodes[place].before:
             sends[each] = max(sends[each], sends[place])
     step, follows = [0] * len(nodes), [False] * len(nodes)  # follows: it is, or comes after, an op of a part
-    for place, node in enumerate(nodes):
+    for place in order:
+        node = nodes[place]
         alike = [each for each in node.before if (waits[each], sends[each]) == (waits[place], sends[place])]
         step[place] = max((step[each] + (follows[each] and not nodes[each].movable) for each in alike), default=0)
         follows[place] = node.movable or any(follows[each] for each in alike)
@@ -66,6 +67,24 @@ def cut(nodes: Sequence[Node]) -> list[Class | None]:
         Class(*numbers) if node.movable and numbers[1] != NONE else None
         for node, *numbers in zip(nodes, waits, sends, step, strict=True)
     ]
+
+
+def _order(nodes: Sequence[Node]) -> list[int]:
+    """Returns places in an order in which the ops can run. The gradient of a loop adds inputs to what was before it."""
+    after: list[list[int]] = [[] for _ in nodes]
+    missing = [len(node.before) for node in nodes]
+    for place, node in enumerate(nodes):
+        for each in node.before:
+            after[each].append(place)
+    order = [place for place, count in enumerate(missing) if not count]
+    for place in order:  # which grows meanwhile
+        for each in after[place]:
+            missing[each] -= 1
+            if not missing[each]:
+                order.append(each)
+    if len(order) < len(nodes):
+        raise ValueError(f"{len(nodes) - len(order)} ops come after each other in a circle")
+    return order
 
 
 def group(nbytes: Sequence[int], part_bytes: int | None = None, *, alone: bool = False) -> list[int]:
