@@ -554,6 +554,12 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     return lines
 
 
+def clusters_by_itself(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether TF_XLA_FLAGS has TensorFlow choose what XLA compiles."""
+    found = re.search(r"--tf_xla_auto_jit=(\S+)", environment.get("TF_XLA_FLAGS", ""))
+    return found is not None and found[1] not in ("0", "-1")
+
+
 def with_variables(config: Config, environment: Mapping[str, str] = os.environ) -> tuple[Config, list[str]]:
     """Fills what a program's own `config` leaves at its default from `TFPS_<FIELD>` variables, as a launcher sets them.
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 _Error = TypeVar("_Error", bound=BaseException)
 _TEXT = re.compile(r"tfps\.errors\.(\w+): (.*)", re.DOTALL)
 _TRACEBACK = re.compile(r'^(Detected at node .*|\s*File ".*", line \d+, in .*)$', re.MULTILINE)
+_IN_PART = re.compile(r"while converting \S*tfps_part_\d+")  # graph/parts.py
+_NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as TensorFlow's Assert prints it, escaped
 
 
@@ -185,6 +187,20 @@ def from_text(text: str) -> TfpsError | None:
     found = _TEXT.fullmatch(text)
     kind = globals().get(found[1]) if found else None
     return kind(found[2]) if found and isinstance(kind, type) and issubclass(kind, TfpsError) else None
+
+
+def in_part_error(message: str) -> TfpsError | None:
+    """Returns the error for a part of a step that XLA cannot compile, as TensorFlow's `message` says; None if none."""
+    if _IN_PART.search(message) is None:
+        return None
+    where = _NODE.search(message)
+    lines = [line.strip() for line in message.splitlines()]
+    known = ("", "Graph execution error:", "<stack traces unavailable>")
+    why = next((line for line in lines if line not in known and not line.startswith("Detected at node")), "")
+    return UnsupportedError(
+        f"XLA cannot compile a part of the step{f', at {where[1]}' if where else ''}: {why} Plain Keras with "
+        "jit_compile=True cannot either, as a rule. Use jit_compile=False (docs/xla.md)"
+    )
 
 
 def in_graph_error(message: str) -> TfpsError | None:

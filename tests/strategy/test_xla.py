@@ -269,3 +269,53 @@ def test_eager_steps_are_not_compiled(in_parts: tfps.Strategy) -> None:
     finally:
         tf.config.run_functions_eagerly(False)
     assert in_parts.extended.compiled.made == []
+
+
+class Sized(keras.layers.Layer):
+    """Takes a size from data, which XLA cannot."""
+
+    def call(self, x: Value) -> Value:
+        size = tf.cast(tf.reduce_max(x[:, 0]), tf.int32) * 0 + 2
+        y = keras.ops.tanh(x) * 2 + keras.ops.sigmoid(x)
+        return tf.reshape(tf.reshape(y, [size, -1, UNITS]), tf.shape(x))
+
+
+def test_what_xla_cannot_compile_is_an_error_that_names_the_layer_and_says_what_to_do(strategy: tfps.Strategy) -> None:
+    def build() -> keras.Model:
+        dense = keras.layers.Dense(UNITS, "gelu")
+        return keras.Sequential([keras.Input((UNITS,)), dense, Sized(name="odd"), keras.layers.Dense(CLASSES)])
+
+    with pytest.raises(tfps.UnsupportedError, match=r"at \S*odd\S*/Reshape: Input 1 .*Use jit_compile=False"):
+        train(strategy, build)
+
+
+def test_where_plain_keras_would_have_used_xla_it_is_said(
+    strategy: tfps.Strategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_with(**options: Argument) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "tfps"):
+            with strategy.scope():
+                model = mlp()
+                model.compile("sgd", "mse", **options)
+            assert not model.jit_compile
+        return caplog.text
+
+    assert not compile_with()  # Keras uses none on CPUs
+    monkeypatch.setattr(strategy.extended, "_devices", ("/device:GPU:0",))
+    assert not compile_with(run_eagerly=True)
+    assert not compile_with(jit_compile=False)
+    assert "model.compile(..., jit_compile=True) has it do so" in compile_with()
+
+
+def test_clustering_by_tensorflow_itself_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warning = "gradients leave only after the whole backward pass"
+    with caplog.at_level(logging.WARNING, "tfps"):
+        monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_auto_jit=0")
+        tfps.Strategy().close()
+        assert warning not in caplog.text
+        monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_cpu_global_jit --tf_xla_auto_jit=2")
+        tfps.Strategy().close()
+        assert caplog.text.count(warning) == 1

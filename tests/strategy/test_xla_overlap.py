@@ -22,7 +22,6 @@ from tfps.types import Array, Structure, Value
 
 BLOCKS, UNITS = 4, 32
 BLOCK_BYTES = 4 * UNITS * UNITS
-CONFIG = {"slice_bytes": BLOCK_BYTES, "window_bytes": 4 * BLOCK_BYTES, "step_timeout_s": 60}
 
 
 class Block(keras.layers.Layer):
@@ -90,7 +89,9 @@ def wait_until(truth: Callable[[], object], deadline_s: float = jobs.DEADLINE_S)
 
 
 def started(part_bytes: int) -> tfps.Config:
-    return tfps.Config(**CONFIG, xla_part_bytes=part_bytes)
+    return tfps.Config(
+        slice_bytes=BLOCK_BYTES, window_bytes=4 * BLOCK_BYTES, step_timeout_s=60, xla_part_bytes=part_bytes
+    )
 
 
 def test_the_next_forward_pass_runs_up_to_the_part_that_waits_for_the_last_reply(
@@ -187,4 +188,5 @@ def test_no_send_waits_for_a_part_of_earlier_layers_nor_a_part_at_gates_of_later
                 data = next(each for each in op.inputs if each.dtype == tf.uint8)
                 needed = [parts[each.name] for each in everything_before(data.op) if each.name in parts]
                 assert needed
+                assert transfer is not None
                 assert min(each.sends for each in needed) == transfer.spec.priority

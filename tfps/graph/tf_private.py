@@ -21,7 +21,7 @@ from typing import cast
 
 from packaging.version import Version
 
-from tfps.errors import TfpsError, UnsupportedError, in_graph_error, outlined
+from tfps.errors import TfpsError, UnsupportedError, in_graph_error, in_part_error, outlined
 from tfps.types import Structure
 
 SUPPORTED = "TensorFlow 2.18 to 2.21 with Keras 3 (3.8 or newer)"
@@ -251,7 +251,9 @@ def _translate_errors(original: Callable[..., Structure]) -> Callable[..., Struc
         try:
             return original(self, *arguments, **named)
         except Exception as error:
-            better = in_graph_error(error.message) if isinstance(error, tf.errors.InvalidArgumentError) else None
+            better = in_part_error(error.message) if isinstance(error, tf.errors.OpError) else None
+            if isinstance(error, tf.errors.InvalidArgumentError) and better is None:
+                better = in_graph_error(error.message)
             if better is None:
                 raise outlined(error)  # noqa: B904  # the same error
         raise better

@@ -53,6 +53,7 @@ with _fitting():
     from keras.src.ops.node import Node as Node
     from keras.src.random import seed_generator
     from keras.src.saving import saving_lib as saving_lib
+    from keras.src.trainers import trainer as base_trainer_module  # which models XLA can compile (xla.py)
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
     from keras.src.trainers.data_adapters.generator_data_adapter import (
         GeneratorDataAdapter as GeneratorDataAdapter,
@@ -91,7 +92,8 @@ with _fitting():
     needs(keras.Model, "_flatten_layers")  # whether all are built (layers.py), and which adapt (agreed_logs.py)
     needs(Functional, "_nodes_by_depth")
     needs(Node, "arguments", "operation")
-    needs(keras.Model, "_jit_compile")  # by which it makes its functions (xla.py)
+    needs(base_trainer_module, "model_supports_jit")
+    needs(keras.Model, "_jit_compile")  # by which it makes its functions
     needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore and joining.py: the first epoch of `fit`
     needs(keras.Layer, "_losses")  # layers.py
     needs(keras.callbacks.CallbackList, "model")
@@ -113,6 +115,22 @@ with _fitting():
     needs(keras.Variable, "_initialize")  # gives it a tf.Variable, as when it is created (optimizers.py)
     needs(keras.Variable, "_initialize_with_initializer", "_direct_assign", "_value", "_shape", "_shared_name")
     needs(keras.Variable, "_restore_from_tensors", "_export_to_saved_model_graph")
+
+
+@contextlib.contextmanager
+def without_jit(model: Model) -> Iterator[None]:
+    """In the block `model` makes functions that are not compiled by XLA."""
+    before = model._jit_compile
+    model._jit_compile = False
+    try:
+        yield
+    finally:
+        model._jit_compile = before
+
+
+def supports_jit(model: Model) -> bool:
+    """Whether Keras would have XLA compile `model` by default."""
+    return bool(base_trainer_module.model_supports_jit(model))
 
 
 def global_seeds() -> list[int] | None:

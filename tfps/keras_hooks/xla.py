@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Iterator
 
-from tfps.graph.patches import replaced, strategy_of
+from tfps.graph.patches import BaseStrategy, replaced, strategy_of
 from tfps.keras_hooks.hooks import replaces
-from tfps.keras_hooks.keras_private import Stepper
+from tfps.keras_hooks.keras_private import Stepper, supports_jit, without_jit
 from tfps.types import Function, Model
 
+logger = logging.getLogger("tfps")
 _TEST = "tests/strategy/test_xla.py"
 
 
@@ -40,8 +42,23 @@ def made_without_xla(model: Model) -> Iterator[bool]:
     if strategy_of(model) is None or not model.jit_compile:
         yield False
         return
-    with replaced(model, "_jit_compile", False):
+    with without_jit(model):
         yield True
+
+
+def say_if_lost(strategy: BaseStrategy, model: Model, asked: object, run_eagerly: object) -> None:
+    """Logs once that `model`, which was compiled as `asked`, is not compiled by XLA, where it is without a strategy."""
+    on_gpu = any("GPU" in each for each in strategy.extended._devices)
+    if asked == "auto" and on_gpu and not run_eagerly and supports_jit(model):
+        _say_lost()
+
+
+@functools.cache
+def _say_lost() -> None:
+    logger.info(
+        "tfps: on a GPU Keras has XLA compile models whose jit_compile is 'auto', but not under a tf.distribute "
+        "strategy; model.compile(..., jit_compile=True) has it do so (docs/xla.md)"
+    )
 
 
 @replaces(Stepper, "make_predict_function", _TEST)

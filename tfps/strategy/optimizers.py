@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ from tfps.keras_hooks.keras_private import (
 )
 from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow
 from tfps.keras_hooks.weighing import accumulating_replicas
+from tfps.keras_hooks.xla import say_if_lost
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 from tfps.updates import itself
 from tfps.updates.itself import UpdatesItself
@@ -63,7 +65,11 @@ def _compile(original: Function, strategy: BaseStrategy, model: Model, *args: ob
         if isinstance(each, keras.Metric):
             _adopt(each.variables, strategy)
     with strategy.scope():
-        return original(model, *args, **options)
+        result = original(model, *args, **options)
+    given = inspect.signature(original).bind(model, *args, **options)
+    given.apply_defaults()
+    say_if_lost(strategy, model, given.arguments.get("jit_compile"), given.arguments.get("run_eagerly"))
+    return result
 
 
 # What programs have built optimizers for, with tables, which `apply` without variables stands for.

@@ -16,7 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfps.config import Config, Launch, Security, TraceRequest, checks_names, unknown_variables, with_variables
+from tfps.config import (
+    Config,
+    Launch,
+    Security,
+    TraceRequest,
+    checks_names,
+    clusters_by_itself,
+    unknown_variables,
+    with_variables,
+)
 from tfps.embeddings.saving import restore_tables, save_tables
 from tfps.errors import ConfigError, TfpsError, for_others, in_a_line, outlined
 from tfps.exchange.interface import Exchange
@@ -358,6 +367,12 @@ def _show_messages(ignored: Sequence[str]) -> None:
         logger.setLevel(logging.INFO)
     for line in [*unknown_variables(), *ignored]:
         _warn_once(line)
+    if clusters_by_itself() or tf.config.optimizer.get_jit():
+        _warn_once(
+            "TensorFlow chooses itself what XLA compiles (TF_XLA_FLAGS=--tf_xla_auto_jit, or "
+            "tf.config.optimizer.set_jit): gradients leave only after the whole backward pass. Turn that off, and use "
+            "model.compile(..., jit_compile=True), which compiles in parts (docs/xla.md)"
+        )
 
 
 @functools.cache  # per process
