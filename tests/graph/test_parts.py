@@ -12,12 +12,12 @@ import pytest
 import tensorflow as tf
 
 from tfps.graph.parts import NAME, Parts, Traced
-from tfps.types import Argument, Array, Structure, Value
+from tfps.types import Argument, Structure, Value
 
 CPU = "/device:CPU:0"
 
 
-def in_parts(function: Callable[..., Structure]) -> tuple[Callable[..., Structure], list[Parts]]:
+def in_parts(function: Callable[..., Structure]) -> tuple[Value, list[Parts]]:
     """`function`, whose ops are moved into parts when it is traced, and these."""
     made: list[Parts] = []
 
@@ -132,7 +132,7 @@ def test_control_edges_into_and_out_of_a_part_hold() -> None:
     seen: list[str] = []
 
     def note(what: str) -> tf.Tensor:
-        def noted() -> Array:
+        def noted() -> Value:
             seen.append(what)
             return np.float32(0)
 

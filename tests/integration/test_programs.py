@@ -127,8 +127,8 @@ def run(
     return [pickle.loads(file.read_bytes()) for file in (folder / "plain" / "results_plain.pickle", *ranks)]
 
 
-def check(name: str, results: Results) -> None:
-    """Ranks bitwise equal, and plain Keras within rounding."""
+def check(name: str, results: Results, rounding: float = 1e-5) -> None:
+    """Ranks bitwise equal, and plain Keras within `rounding`."""
     check_ranks(name, results)
     plain, rank, *_ = (result[name] for result in results)
     for key in (key for key in plain if not key.startswith(("own", "ranks"))):
@@ -136,7 +136,9 @@ def check(name: str, results: Results) -> None:
         assert found.shape == expected.shape, f"{key}: {found}, plain Keras {expected}"
         if found.size:
             difference = np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-30)
-            assert difference < TOLERANCE.get(name, 1e-5), f"{key} differs by {difference}: {found}, plain {expected}"
+            assert difference < TOLERANCE.get(name, rounding), (
+                f"{key} differs by {difference}: {found}, plain {expected}"
+            )
 
 
 def check_ranks(name: str, results: Results) -> None:

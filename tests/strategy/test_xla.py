@@ -319,3 +319,21 @@ def test_clustering_by_tensorflow_itself_is_warned_of(
         monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_cpu_global_jit --tf_xla_auto_jit=2")
         tfps.Strategy().close()
         assert caplog.text.count(warning) == 1
+
+
+def test_the_report_knows_parts_and_sizes_of_batches_and_the_second_size_is_warned_of(
+    in_parts: tfps.Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    warning = "batches of different sizes on this worker"
+    with caplog.at_level(logging.INFO, "tfps"):
+        model = train(in_parts, mlp, rows=128)
+        assert warning not in caplog.text
+        x, y = data(48)
+        model.fit(x, y, batch_size=32, verbose=0)
+        model.fit(x, y, batch_size=32, verbose=0)
+    assert caplog.text.count(warning) == 1
+    assert f"XLA compiles one_step_on_data in {parts_of(in_parts)} parts" in caplog.text
+    model.get_weights()
+    report = in_parts.report()
+    assert (report.xla_parts, report.xla_sizes) == (parts_of(in_parts), 2)
+    assert f"XLA compiles a step in {report.xla_parts} parts, for 2 sizes of batches" in str(report)

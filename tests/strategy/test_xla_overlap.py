@@ -17,7 +17,7 @@ import tensorflow as tf
 from recorded import sends
 
 import tfps
-from tfps.graph.ops import PASS, SEND, before, called, outside
+from tfps.graph.ops import PASS, SEND, before, called, needed, outside
 from tfps.types import Array, Structure, Value
 
 BLOCKS, UNITS = 4, 32
@@ -40,7 +40,7 @@ class Block(keras.layers.Layer):
         for _ in range(3):
             x = keras.ops.sigmoid(x) * x + keras.ops.tanh(x)
 
-        def noted(_: Array) -> Array:
+        def noted(_: Array) -> Value:
             self.on_forward(self.number)
             return np.float32(0)
 
@@ -174,6 +174,8 @@ def test_no_send_waits_for_a_part_of_earlier_layers_nor_a_part_at_gates_of_later
         assert made.groups == BLOCKS
         assert {(each.waits, each.sends) for each in made.parts} >= {(0, 3), (1, 3), (2, 3), (3, 3), (3, 2), (3, 1)}
         graph = made.parts[0].call.graph
+        twice = {op.type for op in graph.get_operations() if op.name in needed(graph)} & {"Sigmoid", "Tanh", "TanhGrad"}
+        assert not twice, "parts compute these, and TensorFlow once more"
         gates = {id(gate.handle): gate for gate in strategy._runtime.gate_watch.gates()}
         position = {variable.path: number for number, variable in enumerate(model.trainable_variables)}
         for part in made.parts:
@@ -186,7 +188,7 @@ def test_no_send_waits_for_a_part_of_earlier_layers_nor_a_part_at_gates_of_later
             for op in found:
                 transfer = strategy._runtime.transfer(int(tf.get_static_value(op.inputs[1])))
                 data = next(each for each in op.inputs if each.dtype == tf.uint8)
-                needed = [parts[each.name] for each in everything_before(data.op) if each.name in parts]
-                assert needed
+                waits_for = [parts[each.name] for each in everything_before(data.op) if each.name in parts]
+                assert waits_for
                 assert transfer is not None
-                assert min(each.sends for each in needed) == transfer.spec.priority
+                assert min(each.sends for each in waits_for) == transfer.spec.priority

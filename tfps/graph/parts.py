@@ -17,6 +17,7 @@ from tfps.graph.cut import NONE, Class, Node, cut
 from tfps.graph.kernels import Compilable, is_sized_by_values
 from tfps.graph.ops import call_stateless
 from tfps.graph.tf_private import is_stateful, must_compile, replace_input, resources_of, set_control_inputs
+from tfps.graph.timestamps import Note
 from tfps.types import Structure
 
 NAME = "tfps_part"  # of the functions, with a number
@@ -38,6 +39,7 @@ class Traced:
     # whatever the function returns or assigns.
     gradients: Sequence[tuple[tf.Tensor, int]] = ()
     handles: Mapping[int, int] = field(default_factory=dict)  # group of a variable by the id of its resource in `graph`
+    notes: Sequence[Note] = ()  # of the clock
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,13 @@ class Parts:
         self.unsized = [op for op, is_one, can in zip(self._ops, unsized, compiled, strict=True) if is_one and can]
         self._can = [can and not is_one for can, is_one in zip(compiled, unsized, strict=True)]
         flat = tf.nest.flatten(traced.results, expand_composites=True)
+        # What waits within a part to look at the clock would make the part return more.
+        self._probes = {probe for note in traced.notes for probe in note.probes if probe.type == "StridedSlice"}
         self._results = {id(each) for each in flat if tf.is_symbolic_tensor(each)}
         self._moved: dict[int, tf.Tensor] = {}  # by id of the tensor in whose place it is
+        self._calls: dict[tf.Operation, tf.Operation] = {}  # by op that has been moved
         self.parts = list(self._make(self._classes(traced)))
+        self._move_notes(traced.notes)
 
     def moved(self, structure: Structure) -> Structure:
         """Returns `structure` with what parts return in place of what their ops returned."""
@@ -153,7 +159,7 @@ class Parts:
     # Making calls.
 
     def _make(self, classes: Mapping[Class, Sequence[int]]) -> Iterator[Part]:
-        calls: dict[tf.Operation, tf.Operation] = {}  # by op that has been moved
+        calls = self._calls
         for own, places in classes.items():
             if len(places) >= _LEAST_OPS and (part := self._call(own, places)) is not None:
                 calls.update((self._ops[place], part.call) for place in places)
@@ -162,6 +168,23 @@ class Parts:
             if op not in calls and any(each in calls for each in op.control_inputs):
                 after = [calls.get(each, each) for each in op.control_inputs]
                 set_control_inputs(op, list(dict.fromkeys(after)))
+
+    def _move_notes(self, notes: Sequence[Note]) -> None:
+        """Has notes of the clock wait for parts: a variable is wanted when a part that reads it has all else."""
+        for note in notes:
+            users = () if note.handle is None else note.handle.consumers()
+            reads = {op for op in users if op.type == "ReadVariableOp"}
+            part = next((each.call for each in self.parts if any(i.op in reads for i in each.call.inputs)), None)
+            if part is not None:
+                after = {each.op for each in part.inputs if each.op.type != "ReadVariableOp"}
+            else:
+                after = {self._end_of(probe) for probe in note.probes}
+            set_control_inputs(note.op, list(after))
+
+    def _end_of(self, probe: tf.Operation) -> tf.Operation:
+        """The part that computes what `probe` waits for; if none does, the probe itself."""
+        calls = [self._calls[each.op] for each in probe.inputs if each.op in self._calls]
+        return calls[0] if calls else self._calls.get(probe, probe)
 
     def _call(self, own: Class, places: Sequence[int]) -> Part | None:
         """Puts a call in the place of the ops at `places`; None if nothing uses what they compute."""
@@ -198,7 +221,7 @@ class Parts:
             each.set_shape(tensor.shape)
             self._moved[id(tensor)] = each
             for user in tensor.consumers():
-                if user is not call and self._place.get(user, -1) not in within:
+                if user is not call and user not in self._probes and self._place.get(user, -1) not in within:
                     replace_input(user, tensor, each)
         layers = _scopes(self._ops[place] for place in places)
         return Part(name, len(places), own.waits, own.sends, layers, call)
@@ -206,7 +229,7 @@ class Parts:
     def _leaves(self, tensor: tf.Tensor, within: set[int]) -> bool:
         """Whether anything but the ops `within` a part takes `tensor`."""
         return id(tensor) in self._results or any(
-            self._place.get(each, -1) not in within for each in tensor.consumers()
+            each not in self._probes and self._place.get(each, -1) not in within for each in tensor.consumers()
         )
 
     def _function(

@@ -23,11 +23,20 @@ _MANY = 4  # tensors returned at most
 _PARAMETERS = ("Const", "ReadVariableOp", "Placeholder")
 
 
+class Note(NamedTuple):
+    """The op that asks for the time, for what becomes of it if XLA compiles the step in parts (parts.py)."""
+
+    op: tf.Operation
+    probes: Sequence[tf.Operation]  # which it waits for
+    handle: tf.Tensor | None = None  # of the variable that is wanted then; else something ends
+
+
 @dataclass(eq=False)
 class PassedGates:
     # By unique id of the variable and replica: the op that first passes the gate, and the variable's handle there.
     by_variable: dict[tuple[str, int], tuple[tf.Operation, tf.Tensor]] = field(default_factory=dict)
     noted: int = 0  # number of ops that belong to steps already sent
+    notes: list[Note] = field(default_factory=list)  # of this call
 
 
 class NotedTimes(NamedTuple):
@@ -73,7 +82,7 @@ class Timestamps:
             if (passed := self._passed.by_variable.get((variable, self._replica))) is not None:
                 op, handle = passed
                 operands = self._landmarks.first_use(handle)
-                return ([now_after(_probes(operands)), now_after([op])] if operands else []), number
+                return ([self._note(operands, handle), now_after([op])] if operands else []), number
         return [], -1
 
     def _step(self) -> list[Value]:
@@ -82,7 +91,14 @@ class Timestamps:
             return []  # this backward pass has been sent already
         begin = now_after(self._inputs) if self._inputs else 0.0
         last = self._landmarks.last_of_forward()
-        return [begin, now_after(_probes(last)) if last else 0.0]
+        return [begin, self._note(last) if last else 0.0]
+
+    def _note(self, tensors: Sequence[tf.Tensor], handle: tf.Tensor | None = None) -> tf.Tensor:
+        """Returns when `tensors` are ready."""
+        probes = _probes(tensors)
+        noted = now_after(probes)
+        self._passed.notes.append(Note(noted.op, probes, handle))
+        return noted
 
 
 def _probes(tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:

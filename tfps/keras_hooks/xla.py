@@ -39,9 +39,11 @@ def in_parts(asked: bool) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def made_without_xla(model: Model) -> Iterator[bool]:
     """In the block Keras makes functions of a `model` of tfps without XLA; yields whether the model asks for it."""
-    if strategy_of(model) is None or not model.jit_compile:
+    strategy = strategy_of(model)
+    if strategy is None or not model.jit_compile:
         yield False
         return
+    strategy.extended.compiled.expected = True
     with without_jit(model):
         yield True
 

@@ -222,7 +222,7 @@ class Strategy(BaseStrategy):
         Raises:
             TfpsError: there were fewer than 4 steps, or a pserver does not answer.
         """
-        return self._runtime.report(self.extended.policy.stepping())
+        return self.extended.compiled.in_report(self._runtime.report(self.extended.policy.stepping()))
 
     def combine(self) -> None:
         """Combines what each worker has for itself: variables that replicas write (moving statistics, metrics), and

@@ -5,9 +5,11 @@ Tested in tests/strategy/test_xla.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +21,10 @@ from tfps.errors import UnsupportedError
 from tfps.graph.cut import group
 from tfps.graph.ops import computed_from, outside, place_of
 from tfps.graph.parts import Part, Parts, Traced
+from tfps.graph.rows import rows_of
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.xla import is_asked_by_keras
+from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
 from tfps.types import Structure
 from tfps.updates.pending import PendingUpdate
@@ -38,6 +42,7 @@ class CompiledFunction:
     parts: Sequence[Part]
     groups: int  # of variables, in forward order
     cut_s: float  # what tracing took longer
+    trains: bool  # whether it updates variables by gradients
 
 
 class CompiledSteps:
@@ -45,8 +50,27 @@ class CompiledSteps:
 
     def __init__(self, scheduler: UpdateScheduler, runtime: Runtime, config: Config, devices: Sequence[str]) -> None:
         self._scheduler, self._config, self._devices = scheduler, config, devices
+        self.expected = False  # whether a model is to be compiled
         self._alone = runtime.exchange.info.embedded
         self.made: list[CompiledFunction] = []
+        self._sizes: list[int] = []  # rows of batches of this worker, as they came first
+        self._lock = threading.Lock()  # several threads may stage batches
+
+    def in_report(self, report: Report) -> Report:
+        """Adds what XLA compiles of a training step to `report`."""
+        parts = next((len(each.parts) for each in reversed(self.made) if each.trains), 0)
+        return dataclasses.replace(report, xla_parts=parts, xla_sizes=len(self._sizes) if parts else 0)
+
+    def note_batches(self, batches: Sequence[Structure]) -> None:
+        """Notes the rows of batches that will come to the local replicas: XLA compiles a step for each size."""
+        if self._config.xla == "off" or not (self.expected or self._config.xla == "on"):
+            return
+        sizes = {int(rows) for batch in batches if (rows := rows_of(batch)) is not None}
+        with self._lock:
+            new = [each for each in sizes if each > 0 and each not in self._sizes]
+            self._sizes += new
+        if new and len(self._sizes) > 1:
+            _warn_of_sizes()
 
     def wanted(self, *, eagerly: bool) -> bool:
         """Whether the replica function that is about to be traced is to be compiled.
@@ -83,12 +107,12 @@ class CompiledSteps:
             sent: updates whose gradients it sends; sends: whether gradients leave in each step.
         """
         began = time.perf_counter()
-        traced = Traced(graph, begin, results)
+        traced = Traced(graph, begin, results, notes=self._scheduler.notes(graph))
         if sent and sends:
             traced = self._with_groups(traced, sent)
         parts = Parts(traced, self._devices[0])
         self._say_what_stays(traced, parts)
-        made = CompiledFunction(graph.name, parts.parts, traced.groups, time.perf_counter() - began)
+        made = CompiledFunction(graph.name, parts.parts, traced.groups, time.perf_counter() - began, bool(sent))
         self.made = [*(each for each in self.made if each.function != graph.name), made]
         logger.info(
             "tfps: XLA compiles %s in %d part%s (cut in %.1f s), at its first run",
@@ -115,7 +139,7 @@ class CompiledSteps:
             (tensor, group_of[update.variable._unique_id]) for update in sent for tensor in _sources(update, graph)
         ]
         handles = {each: group_of[variable._unique_id] for each, variable in gated.items()}
-        return Traced(graph, traced.begin, traced.results, groups[-1] + 1, gradients, handles)
+        return dataclasses.replace(traced, groups=groups[-1] + 1, gradients=gradients, handles=handles)
 
     def _say_what_stays(self, traced: Traced, parts: Parts) -> None:
         for op in traced.graph.get_operations()[traced.begin :]:
@@ -133,6 +157,14 @@ class CompiledSteps:
 @functools.cache
 def _say_once(what: str) -> None:
     logger.warning("tfps: %s (docs/xla.md)", what)
+
+
+@functools.cache
+def _warn_of_sizes() -> None:
+    logger.warning(
+        "tfps: there are batches of different sizes on this worker: XLA compiles the step for each, and other workers "
+        "wait meanwhile; batches of one size avoid that, as of drop_remainder=True (docs/xla.md)"
+    )
 
 
 def _gated(resource: tf.Tensor) -> GatedVariable | None:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
-from tfps.graph.timestamps import NotedTimes, Timestamps
+from tfps.graph.timestamps import Note, NotedTimes, Timestamps
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
@@ -105,6 +105,10 @@ class UpdateScheduler:
         """The order in the outermost of the graphs around `graph`, by unique id."""
         return self._state(outer_graphs(graph)[-1]).first_use
 
+    def notes(self, graph: tf.Graph) -> list[Note]:
+        """Returns the notes of the clock that this call has made in `graph` itself."""
+        return self._known(graph).passed.notes
+
     def timestamps(self, graph: tf.Graph, replica: int) -> Timestamps:
         """Returns what makes timestamps of the step that `graph` is, as far as it has been traced by now."""
         return Timestamps(graph, lambda each: self._state(each).passed, self.inputs, replica)
@@ -163,6 +167,7 @@ class UpdateScheduler:
         """Prepares for tracing replica functions with `inputs` in `graph`."""
         self._state(graph).inputs = inputs
         self._state(graph).sent.clear()
+        self._state(graph).passed.notes.clear()
         self._forget_call()  # left by a call whose trace raised
         self._touched.clear()
 
