@@ -127,12 +127,11 @@ class Parts:
         for place, op in enumerate(self._ops):
             known = (self._place.get(each, -1) for each in (*(one.op for one in op.inputs), *op.control_inputs))
             earlier[place].update(each for each in known if each >= 0)
-        can = [can and not fixed for can, fixed in zip(self._can, self._fixed, strict=True)]
-        numbers = zip(earlier, can, waits, sends, strict=True)
+        numbers = zip(earlier, self._can, waits, sends, strict=True)
         nodes = [Node(sorted(each), movable, wait, send) for each, movable, wait, send in numbers]
         members: dict[Class, list[int]] = {}
         for place, own in enumerate(cut(nodes)):
-            if own is not None:
+            if own is not None and not self._fixed[place]:
                 members.setdefault(own, []).append(place)
         return dict(sorted(members.items(), key=lambda item: item[0].order))
 

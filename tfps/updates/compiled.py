@@ -45,32 +45,40 @@ class CompiledFunction:
     trains: bool  # whether it updates variables by gradients
 
 
+class BatchSizes:
+    """Notes how many rows batches have that are staged: XLA compiles a step for each size. Knows no strategy."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.expected = False  # whether a model is to be compiled
+        self.seen: list[int] = []  # in the order of their first batch
+        self._lock = threading.Lock()  # several threads may stage batches
+
+    def note(self, batches: Sequence[Structure]) -> None:
+        """Notes a group of batches that will come to the local replicas."""
+        if self._config.xla == "off" or not (self.expected or self._config.xla == "on"):
+            return
+        sizes = {int(rows) for batch in batches if (rows := rows_of(batch)) is not None}
+        with self._lock:
+            new = [each for each in sizes if each > 0 and each not in self.seen]
+            self.seen += new
+        if new and len(self.seen) > 1:
+            _warn_of_sizes()
+
+
 class CompiledSteps:
     """Cuts traced replica functions of one strategy into parts that XLA compiles."""
 
     def __init__(self, scheduler: UpdateScheduler, runtime: Runtime, config: Config, devices: Sequence[str]) -> None:
         self._scheduler, self._config, self._devices = scheduler, config, devices
-        self.expected = False  # whether a model is to be compiled
+        self.sizes = BatchSizes(config)
         self._alone = runtime.exchange.info.embedded
         self.made: list[CompiledFunction] = []
-        self._sizes: list[int] = []  # rows of batches of this worker, as they came first
-        self._lock = threading.Lock()  # several threads may stage batches
 
     def in_report(self, report: Report) -> Report:
         """Adds what XLA compiles of a training step to `report`."""
         parts = next((len(each.parts) for each in reversed(self.made) if each.trains), 0)
-        return dataclasses.replace(report, xla_parts=parts, xla_sizes=len(self._sizes) if parts else 0)
-
-    def note_batches(self, batches: Sequence[Structure]) -> None:
-        """Notes the rows of batches that will come to the local replicas: XLA compiles a step for each size."""
-        if self._config.xla == "off" or not (self.expected or self._config.xla == "on"):
-            return
-        sizes = {int(rows) for batch in batches if (rows := rows_of(batch)) is not None}
-        with self._lock:
-            new = [each for each in sizes if each > 0 and each not in self._sizes]
-            self._sizes += new
-        if new and len(self._sizes) > 1:
-            _warn_of_sizes()
+        return dataclasses.replace(report, xla_parts=parts, xla_sizes=len(self.sizes.seen) if parts else 0)
 
     def wanted(self, *, eagerly: bool) -> bool:
         """Whether the replica function that is about to be traced is to be compiled.

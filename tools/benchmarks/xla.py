@@ -1,0 +1,137 @@
+"""XLA under the strategy: CPU time of a step and where in it gradients leave, against how many parts there are.
+
+In one process, interleaved: plain Keras, plain Keras with XLA, tfps, tfps with XLA and 1, 2, 4 and 8 groups of
+variables. All of a step's CPU time counts, of all threads; the position of a send is in it: 0 the begin of the step, 1
+its end.
+
+`fusible`: 8 blocks whose activations are chains of elementwise ops; `products`: 6 blocks of matrix products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+
+import tfps
+from tfps.types import Argument, Array, Json, Value
+from tools.benchmarks import common
+
+BURST = 3  # steps that are measured together
+SLICE_BYTES = 2**18  # several buckets, although nothing travels here
+GROUPS = (1, 2, 4, 8)
+
+
+def _blocks(blocks: int, width: int, chain: int) -> keras.Model:
+    x = inputs = keras.Input((width,))
+    for _ in range(blocks):
+        y = keras.layers.Dense(4 * width)(keras.layers.LayerNormalization()(x))
+        y = keras.ops.gelu(y, approximate=False)
+        for _ in range(chain):
+            y = keras.ops.sigmoid(y) * y + 0.1 * keras.ops.tanh(y)
+        x = x + keras.layers.Dense(width)(y)
+    return keras.Model(inputs, keras.layers.Dense(10)(x))
+
+
+def fusible() -> tuple[keras.Model, Array]:
+    """Elementwise ops are most of it."""
+    return _blocks(8, 96, 3), np.random.default_rng(0).normal(size=(1024, 96)).astype("float32")
+
+
+def products() -> tuple[keras.Model, Array]:
+    """Matrix products are most of it."""
+    return _blocks(6, 192, 0), np.random.default_rng(0).normal(size=(512, 192)).astype("float32")
+
+
+class Subject:
+    """A model compiled in one way."""
+
+    def __init__(
+        self, build: Callable[[], tuple[keras.Model, Array]], groups: int | None, *, jit_compile: bool
+    ) -> None:
+        self.strategy: tfps.Strategy | None = None
+        keras.utils.set_random_seed(1)
+        if groups is not None:
+            nbytes = 4 * build()[0].count_params()
+            parts = max(1, -(-nbytes // groups)) + 1 if jit_compile else "auto"
+            self.strategy = tfps.Strategy(config=tfps.Config(slice_bytes=SLICE_BYTES, xla_part_bytes=parts))
+            self._note_sends(self.strategy)
+        with self.strategy.scope() if self.strategy else contextlib.nullcontext():
+            self.model, self.x = build()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            self.model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=jit_compile)
+        self.y = np.arange(len(self.x)) % 10
+        self.sent: list[float] = []
+        began = time.process_time()
+        self.model.train_on_batch(self.x, self.y)
+        self.first_cpu_s = time.process_time() - began
+        self.burst()
+
+    @property
+    def parts(self) -> int:
+        made = self.strategy.extended.compiled.made if self.strategy else []
+        return len(made[-1].parts) if made else 0
+
+    def _note_sends(self, strategy: tfps.Strategy) -> None:
+        runtime, push = strategy._runtime, strategy._runtime.push
+
+        def noted(*arguments: Argument, **options: Argument) -> Value:
+            self.sent.append(time.process_time())
+            return push(*arguments, **options)
+
+        runtime.push = noted  # type: ignore[method-assign]
+
+    def burst(self) -> dict[str, float]:
+        """CPU seconds of a step, and where in the last one the first and the last gradient left."""
+        began, found = time.process_time(), {}
+        for _ in range(BURST):
+            self.sent, at = [], time.process_time()
+            self.model.train_on_batch(self.x, self.y)
+            ended = time.process_time()
+        if self.sent:
+            places = [(each - at) / (ended - at) for each in self.sent]
+            found = {"first_send": min(places), "last_send": max(places), "sends": float(len(places))}
+        self.model.get_weights()  # the last updates may still be under way
+        return {"cpu_s": (time.process_time() - began) / BURST, **found}
+
+
+def run(quick: bool) -> common.Outcome:
+    """Interleaves all; figures are the least CPU time, and medians of positions."""
+    headline: dict[str, float] = {}
+    runs: list[dict[str, Json]] = []
+    for build in (fusible, products):
+        subjects = {
+            "plain": Subject(build, None, jit_compile=False),
+            "plain_xla": Subject(build, None, jit_compile=True),
+            "tfps": Subject(build, 1, jit_compile=False),
+            **{f"tfps_xla_{groups}": Subject(build, groups, jit_compile=True) for groups in GROUPS},
+        }
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
+        for _ in range(6 if quick else 24):
+            for name, subject in subjects.items():
+                found[name].append(subject.burst())
+        rows = []
+        for name, subject in subjects.items():
+            least = min(each["cpu_s"] for each in found[name])
+            headline[f"{build.__name__}_{name}_ms"] = 1e3 * least
+            where = [
+                f"{statistics.median(each[key] for each in found[name]):.2f}" if key in found[name][0] else ""
+                for key in ("first_send", "last_send")
+            ]
+            rows.append([name, str(subject.parts), f"{1e3 * least:.1f}", *where, f"{subject.first_cpu_s:.1f}"])
+            facts = {"model": build.__name__, "way": name, "parts": subject.parts, "first_cpu_s": subject.first_cpu_s}
+            runs += [{**facts, **each} for each in found[name]]
+            if subject.strategy:
+                subject.strategy.close()
+        heads = ["way", "parts", "CPU ms/step", "first send", "last send", "first step CPU s"]
+        print(common.Table(f"{build.__name__}: {(build.__doc__ or '').strip()}", heads, rows).text())
+        most, one = subjects[f"tfps_xla_{GROUPS[-1]}"], subjects["tfps_xla_1"]
+        headline[f"{build.__name__}_part_s"] = (most.first_cpu_s - one.first_cpu_s) / max(1, most.parts - one.parts)
+    return common.Outcome(headline, runs)
