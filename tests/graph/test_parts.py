@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfps.graph.ops import before, in_order
 from tfps.graph.parts import NAME, Parts, Traced
 from tfps.types import Argument, Structure, Value
 
@@ -184,3 +185,26 @@ def test_ops_are_compiled_by_their_types(dtype: Argument) -> None:
 
     (parts,) = check(function, tf.round(random(3, 4)))
     assert len(parts.parts) == 1
+
+
+def test_what_a_program_puts_on_another_device_stays() -> None:
+    def function(x: Value) -> Value:
+        x = deep(x)
+        with tf.device("GPU:0"):
+            x = tf.exp(x)
+        return deep(x)
+
+    compiled, made = in_parts(function)
+    compiled.get_concrete_function(tf.TensorSpec([3, 4]))
+    assert len(made[0].parts) == 2
+    assert "Exp" not in types_in(made[0])
+
+
+def test_ops_in_order_come_after_what_was_made_later_and_is_before_them() -> None:
+    compiled, _ = in_parts(lambda x: tf.strings.as_string(deep(tf.numpy_function(lambda x: x, [deep(x)], tf.float32))))
+    graph = compiled.get_concrete_function(tf.TensorSpec([3, 4])).graph
+    names = [op.name for op in in_order(graph)]
+    assert sorted(names) == sorted(op.name for op in graph.get_operations())
+    place = {name: number for number, name in enumerate(names)}
+    assert all(place[each.name] < place[op.name] for op in graph.get_operations() for each in before(op))
+    assert names != [op.name for op in graph.get_operations()]

@@ -40,13 +40,17 @@ class Compilable:
 
     def __init__(self, device: str) -> None:
         _wake(device)
-        self._kind = f"XLA_{tf.DeviceSpec.from_string(device).device_type or 'CPU'}_JIT"
+        self._device = tf.DeviceSpec.from_string(device)
+        self._kind = f"XLA_{self._device.device_type or 'CPU'}_JIT"
+        self._is_here = functools.cache(self._is_on_it)
 
     def __call__(self, op: tf.Operation, node: tf.compat.v1.NodeDef) -> bool:
-        """Whether `op`, which `node` describes, has a kernel and neither state, nor control flow, nor calls."""
+        """Whether `op`, which `node` describes, has a kernel there and neither state, nor control flow, nor calls."""
         if is_stateful(op.type) or op.type == "Placeholder" or op._control_flow_context is not None:
             return False
         if any(each.dtype in _HELD for each in (*op.inputs, *op.outputs)):
+            return False
+        if not self._is_here(op.device):
             return False
         attributes = node.attr
         if any(each.HasField("func") or each.list.func for each in attributes.values()):
@@ -57,6 +61,12 @@ class Compilable:
             all(_types_of(attributes[name]) <= allowed for name, allowed in rules.items() if name in attributes)
             for rules in _kernels(op.type, self._kind)
         )
+
+    def _is_on_it(self, device: str) -> bool:
+        """Whether an op with this `device` is on this one: a program, and tfps, may put some on the host."""
+        wanted = tf.DeviceSpec.from_string(device)
+        kinds = wanted.device_type in (None, self._device.device_type)
+        return kinds and wanted.device_index in (None, self._device.device_index)
 
 
 def _types_of(attribute: Value) -> frozenset[int]:

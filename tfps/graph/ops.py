@@ -422,6 +422,21 @@ def before(op: tf.Operation) -> list[tf.Operation]:
     return [*(each.op for each in op.inputs), *op.control_inputs]
 
 
+def in_order(graph: tf.Graph) -> list[tf.Operation]:
+    """Returns the ops of `graph`, each after its predecessors: what is rewired may come after what was made later."""
+    order: dict[str, tf.Operation] = {}
+    entered: set[str] = set()
+    waiting = list(reversed(graph.get_operations()))
+    while waiting:
+        op = waiting[-1]
+        missing = [] if op.name in entered else [each for each in before(op) if each.name not in order]
+        entered.add(op.name)
+        waiting += missing
+        if not missing:
+            order.setdefault(waiting.pop().name, op)
+    return list(order.values())
+
+
 def is_backward(op: tf.Operation) -> bool:
     """Whether `op` belongs to a backward pass: of tf.GradientTape or tf.gradients."""
     return _BACKWARD.search(op.name) is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfps.errors import ConfigError, TfpsError
-from tfps.graph.ops import CLOSE, PASS, PULL, SEND, Gate, before, called, needed, outside
+from tfps.graph.ops import CLOSE, PASS, PULL, SEND, Gate, before, called, in_order, needed, outside
 from tfps.graph.tf_private import outer_graphs
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import UNDECLARED, DeferredUpdate, Transfer
@@ -162,7 +162,7 @@ def picture(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None, runti
     for each in reversed(outer_graphs(graph)):  # reads of a forward pass may lie around a branch of a tf.cond
         transfers, run = _transfers(each, gates, runtime), needed(each)
         nearest: dict[str, frozenset[int]] = {}  # transfers right before an op, on all paths of data or control edges
-        for op in each.get_operations():
+        for op in in_order(each):
             if op.name not in run:
                 continue  # pruned
             before_it = nothing.union(*(nearest.get(earlier.name, nothing) for earlier in before(op)))

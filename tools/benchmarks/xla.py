@@ -60,8 +60,8 @@ class Subject:
         keras.utils.set_random_seed(1)
         if groups is not None:
             nbytes = 4 * build()[0].count_params()
-            parts = max(1, -(-nbytes // groups)) + 1 if jit_compile else "auto"
-            self.strategy = tfps.Strategy(config=tfps.Config(slice_bytes=SLICE_BYTES, xla_part_bytes=parts))
+            size = -(-nbytes // groups) + 1
+            self.strategy = tfps.Strategy(config=tfps.Config(slice_bytes=SLICE_BYTES, xla_part_bytes=size))
             self._note_sends(self.strategy)
         with self.strategy.scope() if self.strategy else contextlib.nullcontext():
             self.model, self.x = build()
