@@ -18,6 +18,7 @@ from training import compiled
 
 import tfps
 from tfps.types import Argument, Array, Options, Structure, Value
+from tfps.updates.compiled import _warn_of_sizes
 
 PARTS = tfps.Config(xla_part_bytes=8192)
 UNITS, CLASSES = 16, 10
@@ -140,7 +141,7 @@ def test_one_worker_ends_with_the_weights_of_plain_keras_with_xla(
 ) -> None:
     own, plain = train(in_parts, build, optimizer, **options), train(None, build, optimizer, **options)
     assert difference(own, plain) < 1e-6
-    assert parts_of(in_parts) > 2
+    assert parts_of(in_parts) >= (1 if build in (embedding, convolutions) else 3)  # whose kernels are small
     x, y = data()
     assert own.evaluate(x, y, batch_size=32, verbose=0) == pytest.approx(plain.evaluate(x, y, batch_size=32, verbose=0))
     np.testing.assert_allclose(own.predict(x, verbose=0), plain.predict(x, verbose=0), atol=1e-5)
@@ -330,6 +331,7 @@ def test_clustering_by_tensorflow_itself_is_warned_of(
 def test_the_report_knows_parts_and_sizes_of_batches_and_the_second_size_is_warned_of(
     in_parts: tfps.Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
+    _warn_of_sizes.cache_clear()
     warning = "batches of different sizes on this worker"
     with caplog.at_level(logging.INFO, "tfps"):
         model = train(in_parts, mlp, rows=128)
