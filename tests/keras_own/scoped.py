@@ -1,7 +1,6 @@
 """A pytest plugin for Keras' own tests: runs each in the scope of a strategy, entered when `setUp` is over.
 
-`setUp` clears the session, which would end a scope that was entered before. Programs compiled by XLA
-(`jit_compile=True`), which tfps refuses by name, are run without, so that what else their tests look at is tested.
+`setUp` clears the session, which would end a scope that was entered before.
 
 KERAS_OWN_STRATEGY is what tests run in: "tfps", of one worker; "mirrored"; "plain", no scope. KERAS_OWN_RESULTS is the
 file that gets what became of each, as JSON: {"module::class::test": "" or its error}; KERAS_OWN_WITHOUT names such that
@@ -10,7 +9,6 @@ are not run, a JSON list.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -28,7 +26,6 @@ OUTCOMES: dict[str, str] = {}
 
 def pytest_configure(config: pytest.Config) -> None:
     import tensorflow as tf
-    from keras.src.trainers.trainer import Trainer
 
     import tfps
 
@@ -38,7 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if kind == "tfps":
         strategy = tfps.Strategy(devices=["CPU:0"])
         config.add_cleanup(strategy.close)
-        Trainer.compile = without_xla(Trainer.compile)
     else:
         strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     call = getattr(unittest.TestCase, METHOD)
@@ -48,16 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
             call(self, method)
 
     setattr(unittest.TestCase, METHOD, in_scope)
-
-
-def without_xla(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def compiled(self: object, *arguments: object, **options: object) -> None:
-        if options.get("jit_compile") is True:
-            options["jit_compile"] = False
-        original(self, *arguments, **options)
-
-    return compiled
 
 
 def pytest_collection(session: pytest.Session) -> None:

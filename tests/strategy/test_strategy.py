@@ -23,6 +23,7 @@ from keras_versions import KERAS_3_8
 from training import compiled
 
 import tfps
+from tfps.graph.ops import outside
 from tfps.types import Argument, Options, Structure, Value
 
 
@@ -329,3 +330,16 @@ def test_predicting_in_one_thread_leaves_the_datasets_of_others_alone(monkeypatc
             theirs = other.submit(strategy.experimental_distribute_dataset, data).result(jobs.DEADLINE_S)
         assert [batch.shape for batch in mine.sources[0]] == [2, 2]
         assert [batch.shape for batch in theirs.sources[0]] == [1, 1]
+
+
+def test_what_updates_keep_of_the_optimizer_is_read_once_per_step() -> None:
+    strategy = tfps.Strategy(config=tfps.Config(slice_bytes=1024))
+    model, x, y = compiled(strategy, optimizer="adam")
+    model.fit(x, y, batch_size=32, verbose=0)
+    assert strategy._runtime.update_buckets() > 2
+    (graph,) = (made for ref in strategy.extended.scheduler.graphs.values() if (made := ref()) is not None)
+    rate = model.optimizer.learning_rate
+    handle = strategy.experimental_local_results(rate.value)[0].handle
+    reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp" and outside(op.inputs[0]) is handle]
+    strategy.close()
+    assert len(reads) <= 2  # TensorFlow's conversion of a variable reads it twice

@@ -126,13 +126,13 @@ def adam(**options: Argument) -> Callable[[], keras.optimizers.Optimizer]:
     ("build", "optimizer", "options"),
     [
         (mlp, sgd(), {}),
-        (mlp, sgd(), {"steps_per_execution": 2}),
-        (mlp, sgd(global_clipnorm=0.1), {}),
-        (mlp, lambda: keras.optimizers.LossScaleOptimizer(sgd()()), {}),
+        pytest.param(mlp, sgd(), {"steps_per_execution": 2}, marks=pytest.mark.long),
+        pytest.param(mlp, sgd(global_clipnorm=0.1), {}, marks=pytest.mark.long),
+        pytest.param(mlp, lambda: keras.optimizers.LossScaleOptimizer(sgd()()), {}, marks=pytest.mark.long),
         (normalized, adam(), {}),
         (attention, sgd(gradient_accumulation_steps=2), {}),
-        (embedding, sgd(momentum=0.9), {}),
-        (convolutions, sgd(), {}),
+        pytest.param(embedding, sgd(momentum=0.9), {}, marks=pytest.mark.long),
+        pytest.param(convolutions, sgd(), {}, marks=pytest.mark.long),
     ],
     ids=("mlp", "executions", "clipping", "loss scale", "normalized", "accumulation", "embedding", "convolutions"),
 )
@@ -232,10 +232,15 @@ def test_a_loop_of_a_program_is_compiled_with_xla_on() -> None:
     "settings",
     [
         {"update": "server"},
-        {"update": "server", "mode": "async"},
-        {"on_nonfinite": "skip"},
         {"mode": "diloco", "inner_steps": 2},
-        {"mode": "local", "inner_steps": 2, "fragments": 2},
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in (
+                {"update": "server", "mode": "async"},
+                {"on_nonfinite": "skip"},
+                {"mode": "local", "inner_steps": 2, "fragments": 2},
+            )
+        ),
     ],
     ids=str,
 )

@@ -306,8 +306,8 @@ class PlannedBucket(Deferral):
         # Of slices that are summed, all replicas must send as many.
         if (has_rows := counted.has_rows) is not None and not first.reduced.common:
             # Empty data contributes nothing. A slice from the front shares memory: this copies nothing.
-            data = data[: tf.where(has_rows, tf.size(data), 0)]
-            indices = None if indices is None else indices[: tf.where(has_rows, tf.size(indices), 0)]
+            data = _if_rows(data, has_rows)
+            indices = None if indices is None else _if_rows(indices, has_rows)
         return data, indices
 
     def _digestible(self) -> list[tuple[Variable, tf.Tensor, Value]]:
@@ -325,6 +325,14 @@ class PlannedBucket(Deferral):
             last = invariants.KEPT - 1
             labels[last:], floating[last:] = ["one of " + ", ".join(labels[last:])], [None]
         return tuple(labels), tuple(floating)
+
+
+def _if_rows(data: tf.Tensor, has_rows: tf.Tensor) -> tf.Tensor:
+    """Returns `data`, or nothing of it. A slice needs its end on the host, so no device should compute it."""
+    size = tf.size(data)
+    with tf.device(graph_ops.HOST):
+        end = tf.where(has_rows, size, 0)
+    return data[:end]
 
 
 def split(data: tf.Tensor, dtype: tf.DType, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:

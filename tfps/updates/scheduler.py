@@ -210,7 +210,9 @@ class UpdateScheduler:
         self, buckets: Sequence[PlannedBucket], graph: tf.Graph, replica: int, *, timed: bool = True
     ) -> dict[PlannedBucket, int]:
         """Traces the updates of `buckets` and sends them together in `graph`; returns the numbers of those it sends."""
+        reads: dict[int, tf.Tensor] = {}
         for bucket in buckets:
+            bucket.reads = reads
             self._trace(bucket)
         traced = [bucket for bucket in buckets if bucket.function is not None]
         with ops.init_scope():

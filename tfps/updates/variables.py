@@ -125,14 +125,18 @@ class Deferral:
     def __init__(self, variables: list[GatedVariable], graph: tf.Graph) -> None:
         self.variables, self.graph = variables, graph
         self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Value]] = {}
+        # What updates that are sent together read of variables, by id: from a device each is copied to the host once.
+        self.reads: dict[int, tf.Tensor] = {}
 
     def keep(self, what: Value) -> tf.Tensor:
         """Returns, inside the update, the value at the send of `what`, a variable or a tensor of the sending graph."""
         if id(what) not in self.kept:
             tensor = what
-            if isinstance(what, GatedVariable):
-                with deferring(None), self.graph.as_default(), tf.control_dependencies(None):
-                    tensor = tf.convert_to_tensor(what)
+            if not isinstance(what, tf.Tensor):
+                if id(what) not in self.reads:
+                    with deferring(None), self.graph.as_default(), tf.control_dependencies(None):
+                        self.reads[id(what)] = tf.convert_to_tensor(what)
+                tensor = self.reads[id(what)]
             with ops.init_scope(), tf.device(HOST):
                 holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
             self.kept[id(what)] = holder, tensor, what  # keeps `what` alive, so that its id stays unique
