@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="tfps-tests-")
         config.add_cleanup(folder.cleanup)
         preloaded.share(Path(folder.name))
-    hypothesis.settings.load_profile("same" if config.getoption("markexpr") == "not long" else "new")
+    hypothesis.settings.load_profile("same" if config.getoption("markexpr") == "not long and not gpu" else "new")
 
 
 # Files that take longest begin, so that all processes of the suite (tools/test.sh) end together.

@@ -21,7 +21,9 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.graph.ops import HOST
 from tfps.input.datasets import StagedDataset, StagedDatasetFromFunction
+from tfps.input.staging import Stage
 from tfps.pserver.server import ParameterServer
 from tfps.types import Batches, Logs, Structure, Value
 
@@ -346,3 +348,24 @@ def test_a_batch_is_not_taken_inside_of_a_replica_function(strategy: tfps.Strate
     iterator = iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(3)))
     with pytest.raises(ValueError, match="outside of the replica function"):
         strategy.run(lambda: next(iterator))
+
+
+def test_small_whole_numbers_are_staged_on_the_host_if_there_is_a_gpu() -> None:
+    """Functions of TensorFlow take and return them there; on a device, each step would copy them twice."""
+    spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.string))
+
+    def staged_on(device: str) -> set[tuple[tuple[tf.DType, ...], str]]:
+        asked: set[tuple[tuple[tf.DType, ...], str]] = set()
+
+        class Fake:
+            devices = (device,)
+
+            def buffer(self, replica: int, dtypes: tuple[tf.DType, ...], device: str) -> None:
+                asked.add((dtypes, device))
+
+        staging: Value = Fake()
+        Stage(staging, spec)
+        return asked
+
+    assert staged_on("/device:GPU:0") == {((tf.float32,), "/device:GPU:0"), ((tf.int32, tf.string), HOST)}
+    assert staged_on("/device:CPU:1") == {((tf.float32, tf.int32), "/device:CPU:1"), ((tf.string,), HOST)}

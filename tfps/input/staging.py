@@ -47,8 +47,11 @@ class Stage:
     def __init__(self, staging: Staging, element_spec: Structure, *, on_devices: bool = True) -> None:
         self._spec, self._flat = element_spec, tf.nest.flatten(element_spec, expand_composites=True)
         self._buffers: list[list[tuple[Function, list[int]]]] = [[] for _ in staging.devices]
+        # With a GPU TensorFlow keeps what functions take and return as int32 on the host.
+        only_cpus = all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in staging.devices)
+        held = _HOST_ONLY if only_cpus else (*_HOST_ONLY, tf.int32)
         for on_host in (False, True):
-            indices = [index for index, spec in enumerate(self._flat) if (spec.dtype in _HOST_ONLY) == on_host]
+            indices = [index for index, spec in enumerate(self._flat) if (spec.dtype in held) == on_host]
             dtypes = tuple(self._flat[index].dtype for index in indices)
             for replica, device in enumerate(staging.devices if indices else ()):
                 buffer = staging.buffer(replica, dtypes, device if on_devices and not on_host else HOST)
