@@ -11,7 +11,11 @@ pytestmark = pytest.mark.timeout(2400)
 XLA = {"TFPS_XLA": "on", "TFPS_XLA_PART_BYTES": "2048"}
 QUICK = [("programs_precision", "accumulation"), ("programs_steps", "loop_function"), ("programs_input", "uneven")]
 ROUNDING = 1e-4  # plain Keras is not compiled here
-LONG = ["programs_steps", "programs_training", "programs_precision", "programs_input", "programs_metrics"]
+MODULES = ["programs_steps", "programs_training", "programs_precision", "programs_input", "programs_metrics"]
+LONG = {
+    **{module: [name for part in PROGRAMS[module] for name in part] for module in MODULES},
+    "programs_tables": ["sgd", "adam"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,6 @@ def test_two_workers_do_what_plain_keras_does(name: str, quick: Results) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("module", LONG)
 def test_two_workers_do_what_plain_keras_does_in_more_programs(module: str, tmp_path: Path) -> None:
-    names = [name for part in PROGRAMS[module] for name in part]
-    results = run([(module, name) for name in names], tmp_path, more=XLA)
-    for name in names:
+    results = run([(module, name) for name in LONG[module]], tmp_path, more=XLA)
+    for name in LONG[module]:
         check(name, results, ROUNDING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -18,6 +18,7 @@ from recorded import sends
 
 import tfps
 from tfps.graph.ops import PASS, SEND, before, called, needed, outside
+from tfps.graph.parts import Part
 from tfps.types import Array, Structure, Value
 
 BLOCKS, UNITS = 4, 32
@@ -161,6 +162,18 @@ def everything_before(op: tf.Operation) -> Iterator[tf.Operation]:
             waiting += before(each)
 
 
+def check_notes(graph: tf.Graph, parts: Sequence[Part]) -> None:
+    """A variable is wanted when the parts before the one that reads it have ended, no earlier and no later."""
+    forward = {each.waits: each.call for each in parts if each.sends == BLOCKS - 1}
+    calls = {each.call for each in parts}
+    notes = [op for op in graph.get_operations() if called(op) == "tfps_now"]
+    found = [calls.intersection(note.control_inputs) for note in notes]
+    for number in range(BLOCKS - 1):
+        assert {forward[number]} in found, "of the next block"
+    assert {forward[BLOCKS - 1]} in found, "of the forward pass"
+    assert not {op.type for note in notes for op in note.control_inputs} & {"StridedSlice"}
+
+
 @pytest.mark.parametrize("accumulation", [None, 2], ids=("each step", "accumulation"))
 def test_no_send_waits_for_a_part_of_earlier_layers_nor_a_part_at_gates_of_later_ones(
     monkeypatch: pytest.MonkeyPatch, accumulation: int | None
@@ -183,6 +196,7 @@ def test_no_send_waits_for_a_part_of_earlier_layers_nor_a_part_at_gates_of_later
             names = {name.removesuffix(":0") for gate in passed for name in gate.names}
             assert max((position[name] for name in names), default=-1) <= part.waits
         if accumulation is None:
+            check_notes(graph, made.parts)
             found = [op for op in graph.get_operations() if called(op) == SEND]
             assert len(found) == BLOCKS
             for op in found:
