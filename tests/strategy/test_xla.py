@@ -6,7 +6,11 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -14,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import training
 from training import compiled
 
 import tfps
@@ -350,3 +355,59 @@ def test_the_report_knows_parts_and_sizes_of_batches_and_the_second_size_is_warn
     report = in_parts.report()
     assert (report.xla_parts, report.xla_sizes) == (parts_of(in_parts), 2)
     assert f"XLA compiles a step in {report.xla_parts} parts, for 2 sizes of batches" in str(report)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "build",
+    [
+        training.batch_normalization,
+        training.embedding_sparse,
+        training.embedding_dense,
+        training.shared_layer,
+        training.normalized_shared_layer,
+        training.attention,
+        training.two_inputs,
+        training.subclassed,
+        training.without_call,
+        training.lstm,
+    ],
+)
+def test_small_models_end_with_the_weights_of_plain_keras_with_xla(build: training.Build) -> None:
+    ends = []
+    strategy = tfps.Strategy(config=tfps.Config(xla_part_bytes=2048))
+    for scope in (strategy.scope(), contextlib.nullcontext()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model, x, y = build()
+            model.compile(sgd()(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)
+        model.fit(x, y, batch_size=64, shuffle=False, verbose=0)
+        ends.append(model)
+    assert difference(*ends) < 1e-6
+    assert parts_of(strategy) >= 1
+    strategy.close()
+
+
+_MODULES = """
+import pathlib, sys
+import keras, numpy as np, tfps
+strategy = tfps.Strategy(config=tfps.Config(xla_part_bytes=4096))
+with strategy.scope():
+    layers = [keras.layers.Dense(32, "gelu", use_bias=False) for _ in range(4)]
+    model = keras.Sequential([keras.Input((32,)), *layers])
+    model.compile("sgd", "mse", jit_compile=True)
+for rows in (8, 8, 8):
+    model.train_on_batch(np.ones((rows, 32), "float32"), np.ones((rows, 32), "float32"))
+modules = {each.name.split(".")[1] for each in pathlib.Path(sys.argv[1]).glob("*part*before_optimizations.txt")}
+print("modules", len(modules), "parts", len(strategy.extended.compiled.made[-1].parts))
+"""
+
+
+@pytest.mark.long
+def test_xla_compiles_each_part_once_for_one_size(tmp_path: Path) -> None:
+    flags = {"XLA_FLAGS": f"--xla_dump_to={tmp_path}", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    command = [sys.executable, "-c", _MODULES, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True, timeout=240)
+    modules, parts = re.search(r"modules (\d+) parts (\d+)", done.stdout).groups()  # type: ignore[union-attr]
+    assert int(parts) > 2
+    assert modules == parts
