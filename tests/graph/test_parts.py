@@ -208,3 +208,22 @@ def test_ops_in_order_come_after_what_was_made_later_and_is_before_them() -> Non
     place = {name: number for number, name in enumerate(names)}
     assert all(place[each.name] < place[op.name] for op in graph.get_operations() for each in before(op))
     assert names != [op.name for op in graph.get_operations()]
+
+
+def test_what_is_computed_from_the_values_of_a_ragged_batch_stays_until_its_size_is_that_of_the_rows() -> None:
+    made: list[Parts] = []
+
+    @tf.function(autograph=False, input_signature=[tf.RaggedTensorSpec([None, None], tf.float32)])
+    def function(ragged: tf.RaggedTensor) -> Value:
+        graph = tf.compat.v1.get_default_graph()
+        begin = len(graph.get_operations())
+        sums = tf.reduce_sum(ragged.with_flat_values(deep(ragged.flat_values)))
+        results = deep(sums)
+        made.append(Parts(Traced(graph, begin, results, arguments=ragged), CPU))
+        return made[-1].moved(results)
+
+    for rows in ([[1.0, 2.0], [3.0]], [[1.0], [2.0, 3.0, 4.0]]):
+        ragged = tf.ragged.constant(rows)
+        np.testing.assert_allclose(function(ragged), deep(tf.reduce_sum(deep(ragged.flat_values))), rtol=1e-5)
+    (part,) = made[0].parts
+    assert all(each.shape.is_fully_defined() for each in part.call.inputs)

@@ -40,6 +40,7 @@ class Traced:
     gradients: Sequence[tuple[tf.Tensor, int]] = ()
     handles: Mapping[int, int] = field(default_factory=dict)  # group of a variable by the id of its resource in `graph`
     notes: Sequence[Note] = ()  # of the clock
+    arguments: Structure = ()  # ragged and sparse ones have other sizes in each batch
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Parts:
         self._place = {op: place for place, op in enumerate(self._ops)}
         self._nodes = [op.node_def for op in self._ops]
         compiled = [compilable(op, node) for op, node in zip(self._ops, self._nodes, strict=True)]
+        composites = [each for each in tf.nest.flatten(traced.arguments) if not isinstance(each, tf.Tensor)]
+        self._varying = {id(each) for each in tf.nest.flatten(composites, expand_composites=True)}
         self._fixed, unsized = self._sort(compiled)
         self.unsized = [op for op, is_one, can in zip(self._ops, unsized, compiled, strict=True) if is_one and can]
         self._can = [can and not is_one for can, is_one in zip(compiled, unsized, strict=True)]
@@ -91,24 +94,25 @@ class Parts:
     # What stays, and what is made again in each part.
 
     def _sort(self, compiled: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-        """Returns which ops depend on constants and sizes only, and which return sizes that depend on data.
+        """Returns which ops depend on constants and sizes only, and which take or make tensors sized by data.
 
         Of the first, each part makes its own. With the second XLA would compile a part anew in each step.
         """
-        fixed, unsized = list[bool](), list[bool]()
+        fixed, stays = list[bool](), list[bool]()
+        varying = set(self._varying)  # ids of tensors whose sizes depend on data
         for place, (op, node) in enumerate(zip(self._ops, self._nodes, strict=True)):
             made = [known if 0 <= (known := self._place.get(each.op, -1)) < place else -1 for each in op.inputs]
-            behind = any(each >= 0 and unsized[each] for each in made)
+            takes = any(id(each) in varying for each in op.inputs)
             of_fixed = bool(made) and all(each >= 0 and fixed[each] for each in made)
-            known = op.type == "Const" or (op.type in _SIZES and not behind) or of_fixed
+            known = op.type == "Const" or (op.type in _SIZES and not takes) or of_fixed
             fixed.append(compiled[place] and known)
-            if fixed[place] or is_stateful(op.type):
-                unsized.append(False)
-                continue
-            is_open = not all(each.shape.is_fully_defined() for each in op.outputs)
-            counts = all(each.dtype.is_integer and each.shape.rank in (0, 1) for each in op.outputs)
-            unsized.append((behind and (is_open or counts)) or is_sized_by_values(op, node))
-        return fixed, unsized
+            makes = not fixed[place] and not is_stateful(op.type) and is_sized_by_values(op, node)
+            stays.append(takes or makes)
+            if makes:
+                varying |= set(map(id, op.outputs))
+            elif takes:  # a number of values counts, too: what it sizes is sized by data
+                varying |= {id(each) for each in op.outputs if not each.shape.is_fully_defined() or _counts(each)}
+        return fixed, stays
 
     def _classes(self, traced: Traced) -> dict[Class, list[int]]:
         """Returns the places of each part's ops, in an order in which the parts can run."""
@@ -257,6 +261,11 @@ class Parts:
         with tf.init_scope():
             compiled = tf.function(part, autograph=False, jit_compile=True, input_signature=signature)
             return compiled.get_concrete_function()
+
+
+def _counts(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` may have sizes."""
+    return bool(tensor.dtype.is_integer and tensor.shape.rank in (0, 1))
 
 
 def _scopes(ops: Iterable[tf.Operation]) -> list[str]:

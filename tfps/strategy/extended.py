@@ -338,7 +338,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             sent = self.scheduler.end_call(graph)
             if compiles:
                 sends = self.policy.exchanges_gradients
-                result = self.compiled.compile(graph, begin, sent, result, sends=sends)
+                result = self.compiled.compile(graph, begin, (args, kwargs), sent, result, sends=sends)
         self.initial_values.agree()
         return result
 

@@ -107,21 +107,35 @@ class CompiledSteps:
         return True
 
     def compile(
-        self, graph: tf.Graph, begin: int, sent: Sequence[PendingUpdate], results: Structure, *, sends: bool
+        self,
+        graph: tf.Graph,
+        begin: int,
+        arguments: Structure,
+        sent: Sequence[PendingUpdate],
+        results: Structure,
+        *,
+        sends: bool,
     ) -> Structure:
         """Cuts the replica function with `results` that has been traced in `graph` from its op number `begin` on.
+
+        Says so in the log, also if nothing is left to compile.
 
         Args:
             sent: updates whose gradients it sends; sends: whether gradients leave in each step.
         """
         began = time.perf_counter()
-        traced = Traced(graph, begin, results, notes=self._scheduler.notes(graph))
+        traced = Traced(graph, begin, results, notes=self._scheduler.notes(graph), arguments=arguments)
         if sent and sends:
             traced = self._with_groups(traced, sent)
         parts = Parts(traced, self._devices[0])
         self._say_what_stays(traced, parts)
         made = CompiledFunction(graph.name, parts.parts, traced.groups, time.perf_counter() - began, bool(sent))
         self.made = [*(each for each in self.made if each.function != graph.name), made]
+        if not parts.parts:
+            _say_once(
+                f"XLA compiles nothing of {graph.name}: it has few ops itself, or they are in functions that it calls; "
+                "a train_step must not be a tf.function"
+            )
         logger.info(
             "tfps: XLA compiles %s in %d part%s (cut in %.1f s), at its first run",
             graph.name,
