@@ -130,12 +130,12 @@ def adam(**options: Argument) -> Callable[[], keras.optimizers.Optimizer]:
 @pytest.mark.parametrize(
     ("build", "optimizer", "options"),
     [
-        (mlp, sgd(), {}),
+        pytest.param(mlp, sgd(), {}, marks=pytest.mark.long),
         pytest.param(mlp, sgd(), {"steps_per_execution": 2}, marks=pytest.mark.long),
         pytest.param(mlp, sgd(global_clipnorm=0.1), {}, marks=pytest.mark.long),
         pytest.param(mlp, lambda: keras.optimizers.LossScaleOptimizer(sgd()()), {}, marks=pytest.mark.long),
         (normalized, adam(), {}),
-        (attention, sgd(gradient_accumulation_steps=2), {}),
+        pytest.param(attention, sgd(gradient_accumulation_steps=2), {}, marks=pytest.mark.long),
         pytest.param(embedding, sgd(momentum=0.9), {}, marks=pytest.mark.long),
         pytest.param(convolutions, sgd(), {}, marks=pytest.mark.long),
     ],
@@ -153,6 +153,7 @@ def test_one_worker_ends_with_the_weights_of_plain_keras_with_xla(
     assert len({each.function for each in in_parts.extended.compiled.made if each.parts}) >= 2  # predict has its own
 
 
+@pytest.mark.long
 def test_half_precision_is_that_of_plain_keras_with_xla(in_parts: tfps.Strategy) -> None:
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     try:
@@ -186,6 +187,7 @@ class OwnStep(keras.Model):
         return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
 
 
+@pytest.mark.long
 def test_a_train_step_of_a_program_and_single_batches_are_compiled(in_parts: tfps.Strategy) -> None:
     def build() -> keras.Model:
         inner = mlp()
@@ -233,19 +235,15 @@ def test_a_loop_of_a_program_is_compiled_with_xla_on() -> None:
     assert on[-1] < on[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
         {"update": "server"},
+        {"update": "server", "mode": "async"},
+        {"on_nonfinite": "skip"},
         {"mode": "diloco", "inner_steps": 2},
-        *(
-            pytest.param(each, marks=pytest.mark.long)
-            for each in (
-                {"update": "server", "mode": "async"},
-                {"on_nonfinite": "skip"},
-                {"mode": "local", "inner_steps": 2, "fragments": 2},
-            )
-        ),
+        {"mode": "local", "inner_steps": 2, "fragments": 2},
     ],
     ids=str,
 )
