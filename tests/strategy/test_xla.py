@@ -350,6 +350,7 @@ def test_the_report_knows_parts_and_sizes_of_batches_and_the_second_size_is_warn
     assert caplog.text.count(warning) == 1
     assert f"XLA compiles one_step_on_data in {parts_of(in_parts)} parts" in caplog.text
     model.get_weights()
+    model.evaluate(x, y, verbose=0)  # its step has the same name
     report = in_parts.report()
     assert (report.xla_parts, report.xla_sizes) == (parts_of(in_parts), 2)
     assert f"XLA compiles a step in {report.xla_parts} parts, for 2 sizes of batches" in str(report)

@@ -130,7 +130,9 @@ class CompiledSteps:
         parts = Parts(traced, self._devices[0])
         self._say_what_stays(traced, parts)
         made = CompiledFunction(graph.name, parts.parts, traced.groups, time.perf_counter() - began, bool(sent))
-        self.made = [*(each for each in self.made if each.function != graph.name), made]
+        # Keras' steps of training and of evaluation have one name.
+        others = [each for each in self.made if (each.function, each.trains) != (made.function, made.trains)]
+        self.made = [*others, made]
         if not parts.parts:
             _say_once(
                 f"XLA compiles nothing of {graph.name}: it has few ops itself, or they are in functions that it calls; "
