@@ -170,11 +170,15 @@ class CompiledSteps:
             if op.type in ("While", "StatelessWhile"):
                 _say_once(f"loops stay with TensorFlow in a step that XLA compiles, first at {place_of(op)}")
                 break
-        if parts.unsized:
+        needed = {id(each) for each in computed_from(tensor for tensor, _ in traced.gradients)}
+        unsized = parts.unsized  # of a step that trains only what gradients need: the others are tfps' own
+        if needed:
+            unsized = [op for op in unsized if any(id(each) in needed for each in op.outputs)]
+        if unsized:
             _say_once(
                 "what returns as many values as its data says (tf.where, tf.unique, tf.boolean_mask), and what is "
                 "computed from that, stays with TensorFlow in a step that XLA compiles, first at "
-                f"{place_of(parts.unsized[0])}"
+                f"{place_of(unsized[0])}"
             )
 
 
