@@ -121,10 +121,8 @@ CASES: dict[str, tuple[str, dict[int, tuple[Argument, ...]], dict[str, str]]] = 
 }
 
 
-@pytest.mark.parametrize(
-    "point",
-    ["in an update", *(pytest.param(p, marks=pytest.mark.long) for p in ("before a push", "in an announcement"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["in an update", "before a push", "in an announcement"])
 def test_a_worker_that_gets_sigterm_ends_its_step_and_no_row_is_lost(
     cluster: Cluster, tmp_path: Path, point: faults.Point
 ) -> None:

@@ -40,7 +40,7 @@ PROGRAMS = {
     ),
     "programs_named": ([], ["named", "not_named"]),
     "programs_loops": ([], ["loop_divided", "loop_alike"]),
-    "programs_metrics": (["states"], ["built_in_metrics", "metrics_that_do_not_add_up"]),
+    "programs_metrics": ([], ["states", "built_in_metrics", "metrics_that_do_not_add_up"]),
     "programs_training": (
         ["predicted_on_one_rank"],
         [
@@ -68,8 +68,9 @@ PROGRAMS = {
         ],
     ),
     "programs_input": (
-        ["stopping"],
+        [],
         [
+            "stopping",
             "generator_again",
             "cached",
             "py_dataset_in_epochs",

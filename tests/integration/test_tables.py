@@ -158,7 +158,8 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode != "async")) for mode in MODES])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
 def test_workers_that_step_by_themselves_learn_and_then_read_the_same(mode: str, tmp_path: Path) -> None:
     check_alike("independent", run(tmp_path, "independent", MODES[mode]))
 

@@ -160,9 +160,8 @@ def test_sparse_gradients_of_a_lookup_that_takes_each_id_once_are_not_refused(he
         assert np.abs(one - other).max() <= 2e-6 * np.abs(other).max()
 
 
-@pytest.mark.parametrize(
-    "name", ["several", *(pytest.param(name, marks=pytest.mark.long) for name in ("Adam", "average that overwrites"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["several", "Adam", "average that overwrites"])
 def test_eager_steps_and_several_per_execution_end_bitwise_equal(served: tfps.Strategy, name: str) -> None:
     for options in ({"run_eagerly": True, "epochs": 1}, {"steps_per_execution": 3}):
         settings: Options = {"jit_compile": False, **options}
@@ -238,6 +237,7 @@ def in_turn(strategy: tf.distribute.Strategy | None) -> list[bytes]:
     return ends(model)
 
 
+@pytest.mark.long
 def test_optimizers_in_turn_and_frozen_layers_end_bitwise_equal(served: tfps.Strategy) -> None:
     assert in_turn(served) == in_turn(None)
 

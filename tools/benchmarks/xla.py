@@ -5,13 +5,19 @@ variables. All of a step's CPU time counts, of all threads; the position of a se
 its end.
 
 `fusible`: 8 blocks whose activations are chains of elementwise ops; `products`: 6 blocks of matrix products.
+
+Then two hosts with 1 Gbit/s each, a worker and a pserver on each of them: a larger fusible model (16.8 MB), without
+XLA, with one part, and with the parts that tfps chooses. All figures are seconds from step to step, medians over rounds
+in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -22,11 +28,17 @@ import numpy as np
 
 import tfps
 from tfps.types import Argument, Array, Json, Value
+from tools import children, netlab
 from tools.benchmarks import common
+from tools.netlab import Netlab
 
 BURST = 3  # steps that are measured together
 SLICE_BYTES = 2**18  # several buckets, although nothing travels here
 GROUPS = (1, 2, 4, 8)
+HOSTS, RATE_MBIT, PORT, ANSWER_S = 2, 1000.0, 7070, 300.0
+WARMUP_STEPS, STEPS = 4, 12
+#: What differs between workers on two hosts.
+ON_HOSTS = {"tfps": {"JIT": "0"}, "one part": {"TFPS_XLA_PART_BYTES": str(2**30)}, "parts": {}}
 
 
 def _blocks(blocks: int, width: int, chain: int) -> keras.Model:
@@ -48,6 +60,11 @@ def fusible() -> tuple[keras.Model, Array]:
 def products() -> tuple[keras.Model, Array]:
     """Matrix products are most of it."""
     return _blocks(6, 192, 0), np.random.default_rng(0).normal(size=(512, 192)).astype("float32")
+
+
+def larger() -> tuple[keras.Model, Array]:
+    """16.8 MB, a batch for each of the hosts."""
+    return _blocks(8, 256, 6), np.random.default_rng(0).normal(size=(256 * HOSTS, 256)).astype("float32")
 
 
 class Subject:
@@ -134,4 +151,59 @@ def run(quick: bool) -> common.Outcome:
         print(common.Table(f"{build.__name__}: {(build.__doc__ or '').strip()}", heads, rows).text())
         most, one = subjects[f"tfps_xla_{GROUPS[-1]}"], subjects["tfps_xla_1"]
         headline[f"{build.__name__}_part_s"] = (most.first_cpu_s - one.first_cpu_s) / max(1, most.parts - one.parts)
+    if reason := netlab.unavailable():
+        print(f"two hosts left out: {reason}")
+        return common.Outcome(headline, runs)
+    steps: dict[str, list[float]] = {way: [] for way in ON_HOSTS}
+    for _ in range(2 if quick else 6):
+        for way, settings in ON_HOSTS.items():
+            steps[way].append(_on_hosts(settings))
+            runs.append({"way": way, "step_s": steps[way][-1]})
+    headline |= {f"hosts_{way.replace(' ', '_')}_s": statistics.median(found) for way, found in steps.items()}
+    found_rows = [[way, f"{statistics.median(found):.3f}"] for way, found in steps.items()]
+    print(common.Table("Two hosts with 1 Gbit/s", ["way", "s per step"], found_rows).text())
     return common.Outcome(headline, runs)
+
+
+def _on_hosts(settings: dict[str, str]) -> float:
+    """Seconds from step to step, on two hosts, of which each has a worker and a pserver."""
+    with Netlab(HOSTS, RATE_MBIT) as lab, contextlib.ExitStack() as stack:
+        serve = ["-m", "tfps.pserver.cli", f"--port={PORT}", f"--workers={HOSTS}", "--insecure", "--host=0.0.0.0"]
+        for host in lab.hosts:
+            children.answer(stack.enter_context(children.python([*serve, "--quiet"], popen=host.popen)), ANSWER_S)
+        pservers = ",".join(f"{host.address}:{PORT}" for host in lab.hosts)
+        workers = []
+        for rank, host in enumerate(lab.hosts):
+            place = {"TFPS_PSERVERS": pservers, "TFPS_RANK": str(rank), "TFPS_WORKERS": str(HOSTS), **settings}
+            workers.append(stack.enter_context(children.python([__file__], place, popen=host.popen)))
+        for worker in workers:
+            children.answer(worker, ANSWER_S)  # warm
+        for worker in workers:
+            children.tell(worker, "go")
+        return max(float(json.loads(children.answer(worker, ANSWER_S))) for worker in workers)
+
+
+def _work() -> None:
+    """What a worker on a host does."""
+    strategy = tfps.Strategy()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, x = larger()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=os.environ.get("JIT") != "0")
+    y = np.arange(len(x)) % 10
+    for _ in range(WARMUP_STEPS):
+        model.train_on_batch(x, y)
+    model.get_weights()
+    print("warm", flush=True)
+    sys.stdin.readline()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        model.train_on_batch(x, y)
+    model.get_weights()
+    print((time.perf_counter() - began) / STEPS, flush=True)
+    sys.stdin.readline()  # stays until it is ended, so that nobody is lost while the other still works
+
+
+if __name__ == "__main__":
+    _work()
