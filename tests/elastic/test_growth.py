@@ -31,7 +31,6 @@ CASES: dict[str, tuple[str, int, list[int | None], list[int], Json]] = {
     "rows of a table": ("arrays joined table", 2, [3], [0, 3], None),
     "rows of a table, update on the server": ("arrays joined table adam server", 1, [2, 1], [1, 1], None),
 }
-SOME = ("from one to three, who get their numbers",)  # in the quick suite
 
 
 def run(
@@ -60,7 +59,8 @@ def run(
         return processes.finish(all_, TIMEOUT_S), environment
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in SOME else pytest.mark.long) for case in CASES])
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
 def test_a_job_grows_while_it_trains(cluster: Cluster, tmp_path: Path, case: str) -> None:
     kind, workers, joiners, after, fault = CASES[case]
     results, environment = run(cluster, tmp_path, kind, workers, joiners, after, fault)

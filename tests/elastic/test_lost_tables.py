@@ -46,7 +46,6 @@ CASES: dict[str, tuple[str, dict[int, list[Argument]], dict[str, str]]] = {
         {**SERVER, "at its address": "", "PSERVERS": "1"},
     ),
 }
-SOME = ("update on the server, the only one comes back",)  # in the quick suite
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     return weights
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=() if each in SOME else pytest.mark.long) for each in CASES])
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
 def test_rows_outlive_their_pserver(
     tmp_path: Path, undisturbed: Callable[[str, str], Sequence[Json]], case: str
 ) -> None:

@@ -105,13 +105,8 @@ def test_compressed_changes_come_late_but_are_not_lost_bitwise_as_by_hand(start:
         assert place not in held or held[place].tobytes() == simulation.held[0][place].tobytes()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"steps_per_execution": 3}, id="several"),
-        pytest.param({"run_eagerly": True}, id="eager", marks=long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"steps_per_execution": 3}, {"run_eagerly": True}], ids=["several", "eager"])
 def test_eager_steps_and_several_per_execution_do_the_same(start: Start, options: dict[str, Argument]) -> None:
     model = compiled(start(OVERLAPPING), **options)
     simulation = simulated(model, OVERLAPPING, 9)

@@ -273,6 +273,7 @@ def test_saving_collects_and_restoring_puts_back(served: tfps.Strategy, tmp_path
     assert files(served, tmp_path / "served") == files(None, tmp_path / "plain")
 
 
+@pytest.mark.long
 def test_a_model_goes_on_with_another_number_of_pservers(tmp_path: Path) -> None:
     def steps(pservers: int, epochs: int, load: Path | None = None) -> tuple[list[bytes], Path]:
         servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(pservers)]

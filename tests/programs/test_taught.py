@@ -43,7 +43,6 @@ PROGRAMS = {
         *("numbers_of_batches", "functions_of_batches", "losses_of_outputs"),
     ],
 }
-QUICK = [("taught_vectors", "siamese_network")]
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History
 NEAR = 0.75  # of the same, for losses that are not to be those of plain Keras: pairs are fewer in smaller batches
 pytestmark = pytest.mark.timeout(1200)
@@ -68,16 +67,6 @@ def check(name: str, results: Results) -> None:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return test_programs.run(QUICK, tmp_path_factory.mktemp("quick"), workers=2)
-
-
-@pytest.mark.parametrize("name", [name for _, name in QUICK])
-def test_what_is_taught_ends_as_in_plain_keras(name: str, quick: Results) -> None:
-    check(name, quick)
-
-
-@pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Results]:
     """The results of a module's programs, in one job."""
 
@@ -92,7 +81,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Resul
 @pytest.mark.long
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in PROGRAMS.items() for name in names])
 @pytest.mark.parametrize("workers", [2, 3])
-def test_more_of_what_is_taught_ends_as_in_plain_keras(
+def test_what_is_taught_ends_as_in_plain_keras(
     module: str, name: str, workers: int, long: Callable[[str, int], Results]
 ) -> None:
     check(name, long(module, workers))

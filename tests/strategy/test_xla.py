@@ -205,6 +205,7 @@ def test_a_train_step_of_a_program_and_single_batches_are_compiled(in_parts: tfp
     assert logs == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_loop_of_a_program_is_compiled_with_xla_on() -> None:
     ends = []
     for xla in ("off", "auto", "on"):

@@ -241,6 +241,7 @@ def test_a_program_that_amplifies_rounding_is_judged_by_how_much_and_a_fault_in_
     assert "than plain" in wrong.difference.kind
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_without_a_fault_none_is_found(pool: Pool) -> None:
     assert runner.run(SMALL, pool).difference is None
