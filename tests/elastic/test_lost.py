@@ -177,6 +177,7 @@ time.sleep(60)
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_process_1_of_a_container_ends_after_sigterm() -> None:
     if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0:
         pytest.skip("needs a PID namespace, as root has")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 ASYNC = {"TFPS_UPDATE": "server", "TFPS_MODE": "async", "TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
 Results = list[dict[str, Value]]  # of each rank
 LONG = [
-    *("loop", "steps_per_epoch", "refused"),
+    *("first_steps", "loop", "steps_per_epoch", "refused"),
     *("uneven", "steps_per_epoch_of_finite_data", "several_steps", "several_steps_per_epoch", "arrays", "generator"),
     *("own_files", "eager", "adam", "backed_up", "options"),
 ]
@@ -91,7 +91,7 @@ def check(name: str, results: Results) -> None:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(["handed_out", "saved", "first_steps"], tmp_path_factory.mktemp("quick"), QUICK_WORKERS)
+    return run(["handed_out", "saved"], tmp_path_factory.mktemp("quick"), QUICK_WORKERS)
 
 
 def test_each_batch_of_an_epoch_is_used_once_and_ranks_end_it_with_the_same_weights(quick: Results) -> None:
@@ -107,18 +107,19 @@ def test_what_is_saved_at_the_end_of_an_epoch_is_of_one_moment_on_all_ranks(quic
         assert other == first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("name", list(STEPS))
-def test_a_step_is_that_of_plain_keras_with_the_worker_s_own_batch(name: str, eagerly: bool, quick: Results) -> None:
+def test_a_step_is_that_of_plain_keras_with_the_worker_s_own_batch(name: str, eagerly: bool, long: Results) -> None:
     """The first gradients are all computed with the initial weights: the job's step is the sum of the workers'."""
-    initial, end = quick[0]["first_steps"][f"ranks {name}, eagerly: {eagerly}"]
+    initial, end = long[0]["first_steps"][f"ranks {name}, eagerly: {eagerly}"]
     settings, expected = Settings(optimizer=name), [each.copy() for each in initial]
-    for rank in range(QUICK_WORKERS):
+    for rank in range(WORKERS):
         worker = Worker(initial, settings, rank, steps=1)
         worker.step()
         for total, before, after in zip(expected, initial, worker.weights, strict=True):
             total += after - before
-    for rank_end in (result["first_steps"][f"ranks {name}, eagerly: {eagerly}"][1] for result in quick):
+    for rank_end in (result["first_steps"][f"ranks {name}, eagerly: {eagerly}"][1] for result in long):
         assert difference(rank_end, end) == 0.0
     moved = [one - other for one, other in zip(end, initial, strict=True)]
     assert difference(moved, [one - other for one, other in zip(expected, initial, strict=True)]) < 1e-3

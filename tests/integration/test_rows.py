@@ -26,7 +26,7 @@ WHOLE = [  # of programs_whole.py
 NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (2, 1): ["one_row_in_all", "step"],
+    (2, 1): ["one_row_in_all"],
 }
 ONE_DEVICE = {
     "several_steps",

@@ -282,7 +282,7 @@ def test_what_is_assigned_is_what_all_workers_go_on_from(start: Start) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(replace(OVERLAPPING, compression="int8"), id="int8, streaming"),
+        pytest.param(replace(OVERLAPPING, compression="int8"), id="int8, streaming", marks=long),
         *(pytest.param(settings, marks=long) for settings in (Settings(), OVERLAPPING, Settings(compression="int8"))),
         *COMPRESSED[1:],
     ],

@@ -267,6 +267,7 @@ def files(strategy: tf.distribute.Strategy | None, folder: Path) -> list[bytes]:
     return found
 
 
+@pytest.mark.long
 def test_saving_collects_and_restoring_puts_back(served: tfps.Strategy, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "served").mkdir()

@@ -11,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import training
 
@@ -51,6 +52,7 @@ class Holder(tf.Module):
         return {"logits": self.model(rows, training=False)}
 
 
+@pytest.mark.long
 def test_every_kind_of_signature_is_saved_and_loads_without_tfps(strategy: tfps.Strategy, tmp_path: Path) -> None:
     model, x, y = training.compiled(strategy)
     model.fit(x, y, batch_size=64, verbose=0)

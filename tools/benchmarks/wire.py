@@ -5,15 +5,14 @@ host with an unlimited network: over data connections, with the slices that tuni
 over gRPC; and over gRPC with TLS.
 
 Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
-raw sockets, which is what loopback and Python give at best; and the same through Python's ssl (OpenSSL, without kernel
-TLS), the least that encrypted data connections would take. An echo answers from the processor's cache and waits for
+raw sockets, which is what loopback and Python give at best. An echo answers from the processor's cache and waits for
 nobody: "raw + sums" is a process that reads a message of each of both clients, adds them and sends the sum to both,
 without headers, priorities, or a bound on what is under way: the floor for parameter servers on sockets and Python,
-with messages of 1 MiB and of 64 KiB. GB/s per worker are bytes pushed per worker and second; CPU
-s/GB are of all processes together, per byte pushed by all workers. Two further rows are gRPC alone: the same echo over
-bare bidirectional streams; and the same with the passes over memory that a sum needs: a client copies a gradient into
-its message and the answer out of it, and the server adds every second message to another and copies the sum into bytes,
-the only thing that gRPC for Python sends. That is the floor for anything built on gRPC for Python.
+with messages of 1 MiB and of 64 KiB. GB/s per worker are bytes pushed per worker and second; CPU s/GB are of all
+processes together, per byte pushed by all workers. Two further rows are gRPC alone: the same echo over bare
+bidirectional streams; and the same with the passes over memory that a sum needs (a client copies a gradient into its
+message and the answer out of it, the server adds every second message to another and copies the sum into bytes, the
+only thing that gRPC for Python sends): the floor for anything built on gRPC for Python.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import os
 import pathlib
 import queue
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -68,7 +66,6 @@ ROWS = (
     Row("raw", "raw", "raw"),
     Row("raw_sums", "raw + sums", "raw-sum"),
     Row("raw_sums_64k", "raw + sums, 64 KiB", "raw-sum", message_bytes=65536),
-    Row("ssl", "raw with ssl", "ssl", tls=True),
     Row("grpc", "bare gRPC", "grpc"),
     Row("floor", "gRPC + sums", "grpc-sum"),
     Row("p1", "1 pserver", "work"),
@@ -111,7 +108,7 @@ def measure(row: Row, steps: int) -> dict[str, Json]:
             authority = Authority(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())))
             own = authority.sign("pserver")
             serve += ["--tls-cert", own.cert, "--tls-key", own.key]
-            settings["TFPS_TLS_CA"] = authority.file  # the echo's clients use it, too
+            settings["TFPS_TLS_CA"] = authority.file
         servers = [stack.enter_context(children.python(serve)) for _ in range(row.servers)]
         addresses = [_line(server).split()[3] for server in servers]
         work = [script, row.role, *addresses, "--steps", str(steps), "--message-bytes", str(row.message_bytes)]
@@ -183,13 +180,9 @@ def _work(addresses: list[str], steps: int) -> None:
     worker.close()
 
 
-def _raw(address: str, steps: int, message_bytes: int, tls: bool = False) -> None:
+def _raw(address: str, steps: int, message_bytes: int) -> None:
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
-    if tls:
-        connection = ssl.create_default_context(cafile=os.environ["TFPS_TLS_CA"]).wrap_socket(
-            connection, server_hostname=host
-        )
     payload, result = memoryview(b"\1" * STEP_BYTES), memoryview(bytearray(STEP_BYTES))  # no page of zeros
 
     def send() -> None:
@@ -269,19 +262,14 @@ def _grpc_echo(sums: bool) -> None:
     server.wait_for_termination()
 
 
-def _raw_echo(cert: str | None = None, key: str | None = None) -> None:
+def _raw_echo() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"echo ready at 127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if cert else None
-    if context is not None and cert is not None:
-        context.load_cert_chain(cert, key)
     while True:
-        threading.Thread(target=_echo_back, args=(listener.accept()[0], context), daemon=True).start()
+        threading.Thread(target=_echo_back, args=(listener.accept()[0],), daemon=True).start()
 
 
-def _echo_back(connection: socket.socket, context: ssl.SSLContext | None) -> None:
-    if context is not None:
-        connection = context.wrap_socket(connection, server_side=True)
+def _echo_back(connection: socket.socket) -> None:
     buffer = memoryview(bytearray(1024 * 1024))
     while count := connection.recv_into(buffer):
         connection.sendall(buffer[:count])
@@ -316,21 +304,16 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "role",
-        choices=[
-            "work",
-            *(f"{kind}{end}" for kind in ("raw", "raw-sum", "ssl", "grpc", "grpc-sum") for end in ("", "-echo")),
-        ],
+        choices=["work", *(f"{row.role}{end}" for row in ROWS if row.role != "work" for end in ("", "-echo"))],
     )
     parser.add_argument("--message-bytes", type=int, default=ECHO_BYTES)
-    parser.add_argument("--tls-cert")
-    parser.add_argument("--tls-key")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("addresses", nargs="*")
     options = parser.parse_args()
     if options.role == "work":
         _work(options.addresses, options.steps)
-    elif options.role in ("raw", "raw-sum", "ssl"):
-        _raw(options.addresses[0], options.steps, options.message_bytes, tls=options.role == "ssl")
+    elif options.role in ("raw", "raw-sum"):
+        _raw(options.addresses[0], options.steps, options.message_bytes)
     elif options.role in ("grpc", "grpc-sum"):
         _grpc(options.addresses[0], options.steps, sums=options.role == "grpc-sum")
     elif options.role in ("grpc-echo", "grpc-sum-echo"):
@@ -338,7 +321,7 @@ def _main() -> None:
     elif options.role == "raw-sum-echo":
         _raw_sums(options.message_bytes)
     else:
-        _raw_echo(options.tls_cert, options.tls_key)
+        _raw_echo()
 
 
 if __name__ == "__main__":

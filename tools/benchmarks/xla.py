@@ -14,6 +14,7 @@ in turn.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -32,6 +33,7 @@ from tools import children, netlab
 from tools.benchmarks import common
 from tools.netlab import Netlab
 
+Build = Callable[[], tuple[keras.Model, Array]]
 BURST = 3  # steps that are measured together
 SLICE_BYTES = 2**18  # several buckets, although nothing travels here
 GROUPS = (1, 2, 4, 8)
@@ -67,24 +69,26 @@ def larger() -> tuple[keras.Model, Array]:
     return _blocks(8, 256, 6), np.random.default_rng(0).normal(size=(256 * HOSTS, 256)).astype("float32")
 
 
+def _compiled(build: Build, jit_compile: bool) -> tuple[keras.Model, Array, Array]:
+    keras.utils.set_random_seed(1)
+    model, x = build()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=jit_compile)
+    return model, x, np.arange(len(x)) % 10
+
+
 class Subject:
     """A model compiled in one way."""
 
-    def __init__(
-        self, build: Callable[[], tuple[keras.Model, Array]], groups: int | None, *, jit_compile: bool
-    ) -> None:
+    def __init__(self, build: Build, groups: int | None, *, jit_compile: bool) -> None:
         self.strategy: tfps.Strategy | None = None
-        keras.utils.set_random_seed(1)
         if groups is not None:
-            nbytes = 4 * build()[0].count_params()
-            size = -(-nbytes // groups) + 1
+            size = 4 * build()[0].count_params() // groups + 2
             self.strategy = tfps.Strategy(config=tfps.Config(slice_bytes=SLICE_BYTES, xla_part_bytes=size))
-            self._note_sends(self.strategy)
+            runtime, self._push = self.strategy._runtime, self.strategy._runtime.push
+            runtime.push = self._noted  # type: ignore[method-assign]
         with self.strategy.scope() if self.strategy else contextlib.nullcontext():
-            self.model, self.x = build()
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            self.model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=jit_compile)
-        self.y = np.arange(len(self.x)) % 10
+            self.model, self.x, self.y = _compiled(build, jit_compile)
         self.sent: list[float] = []
         began = time.process_time()
         self.model.train_on_batch(self.x, self.y)
@@ -96,17 +100,12 @@ class Subject:
         made = self.strategy.extended.compiled.made if self.strategy else []
         return len(made[-1].parts) if made else 0
 
-    def _note_sends(self, strategy: tfps.Strategy) -> None:
-        runtime, push = strategy._runtime, strategy._runtime.push
+    def _noted(self, *arguments: Argument, **options: Argument) -> Value:
+        self.sent.append(time.process_time())
+        return self._push(*arguments, **options)
 
-        def noted(*arguments: Argument, **options: Argument) -> Value:
-            self.sent.append(time.process_time())
-            return push(*arguments, **options)
-
-        runtime.push = noted  # type: ignore[method-assign]
-
-    def burst(self) -> dict[str, float]:
-        """CPU seconds of a step, and where in one more the first and the last gradient left."""
+    def burst(self) -> tuple[float, float]:
+        """CPU seconds of a step, and where in one more the first gradient left; 1 if none leave."""
         began = time.process_time()
         for _ in range(BURST):
             self.model.train_on_batch(self.x, self.y)
@@ -115,8 +114,7 @@ class Subject:
         self.model.train_on_batch(self.x, self.y)
         took = time.process_time() - at
         self.model.get_weights()
-        places = [(each - at) / took for each in self.sent]
-        return {"cpu_s": cpu_s, **({"first_send": min(places), "last_send": max(places)} if places else {})}
+        return cpu_s, min(((each - at) / took for each in self.sent), default=1.0)
 
 
 def run(quick: bool) -> common.Outcome:
@@ -130,24 +128,19 @@ def run(quick: bool) -> common.Outcome:
             "tfps": Subject(build, 1, jit_compile=False),
             **{f"tfps_xla_{groups}": Subject(build, groups, jit_compile=True) for groups in GROUPS},
         }
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
-        for _ in range(6 if quick else 24):
-            for name, subject in subjects.items():
-                found[name].append(subject.burst())
         rows = []
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
+        for _, (name, subject) in itertools.product(range(6 if quick else 24), subjects.items()):
+            found[name].append(subject.burst())
         for name, subject in subjects.items():
-            least = min(each["cpu_s"] for each in found[name])
+            least, where = min(found[name])[0], statistics.median(place for _, place in found[name])
             headline[f"{build.__name__}_{name}_ms"] = 1e3 * least
-            where = [
-                f"{statistics.median(each[key] for each in found[name]):.2f}" if key in found[name][0] else ""
-                for key in ("first_send", "last_send")
-            ]
-            rows.append([name, str(subject.parts), f"{1e3 * least:.1f}", *where, f"{subject.first_cpu_s:.1f}"])
-            facts = {"model": build.__name__, "way": name, "parts": subject.parts, "first_cpu_s": subject.first_cpu_s}
-            runs += [{**facts, **each} for each in found[name]]
+            figures = f"{1e3 * least:.1f}", f"{where:.2f}", f"{subject.first_cpu_s:.1f}"
+            rows.append([name, str(subject.parts), *figures])
+            runs.append({"model": build.__name__, "way": name, "parts": subject.parts, "found": found[name]})
             if subject.strategy:
                 subject.strategy.close()
-        heads = ["way", "parts", "CPU ms/step", "first send", "last send", "first step CPU s"]
+        heads = ["way", "parts", "CPU ms/step", "first send", "first step CPU s"]
         print(common.Table(f"{build.__name__}: {(build.__doc__ or '').strip()}", heads, rows).text())
         most, one = subjects[f"tfps_xla_{GROUPS[-1]}"], subjects["tfps_xla_1"]
         headline[f"{build.__name__}_part_s"] = (most.first_cpu_s - one.first_cpu_s) / max(1, most.parts - one.parts)
@@ -155,14 +148,13 @@ def run(quick: bool) -> common.Outcome:
         print(f"two hosts left out: {reason}")
         return common.Outcome(headline, runs)
     steps: dict[str, list[float]] = {way: [] for way in ON_HOSTS}
-    for _ in range(2 if quick else 6):
-        for way, settings in ON_HOSTS.items():
-            steps[way].append(_on_hosts(settings))
-            runs.append({"way": way, "step_s": steps[way][-1]})
-    headline |= {f"hosts_{way.replace(' ', '_')}_s": statistics.median(found) for way, found in steps.items()}
-    found_rows = [[way, f"{statistics.median(found):.3f}"] for way, found in steps.items()]
-    print(common.Table("Two hosts with 1 Gbit/s", ["way", "s per step"], found_rows).text())
-    return common.Outcome(headline, runs)
+    for _, (way, settings) in itertools.product(range(2 if quick else 6), ON_HOSTS.items()):
+        steps[way].append(_on_hosts(settings))
+    medians = {way: statistics.median(each) for way, each in steps.items()}
+    rows = [[way, f"{step_s:.3f}"] for way, step_s in medians.items()]
+    print(common.Table("Two hosts with 1 Gbit/s", ["way", "s per step"], rows).text())
+    headline |= {f"hosts_{way.replace(' ', '_')}_s": step_s for way, step_s in medians.items()}
+    return common.Outcome(headline, [*runs, steps])
 
 
 def _on_hosts(settings: dict[str, str]) -> float:
@@ -172,37 +164,28 @@ def _on_hosts(settings: dict[str, str]) -> float:
         for host in lab.hosts:
             children.answer(stack.enter_context(children.python([*serve, "--quiet"], popen=host.popen)), ANSWER_S)
         pservers = ",".join(f"{host.address}:{PORT}" for host in lab.hosts)
-        workers = []
-        for rank, host in enumerate(lab.hosts):
-            place = {"TFPS_PSERVERS": pservers, "TFPS_RANK": str(rank), "TFPS_WORKERS": str(HOSTS), **settings}
-            workers.append(stack.enter_context(children.python([__file__], place, popen=host.popen)))
+        place = {"TFPS_PSERVERS": pservers, "TFPS_WORKERS": str(HOSTS), **settings}
+        workers = [
+            stack.enter_context(children.python([__file__], {**place, "TFPS_RANK": str(rank)}, popen=host.popen))
+            for rank, host in enumerate(lab.hosts)
+        ]
         for worker in workers:
-            children.answer(worker, ANSWER_S)  # warm
-        for worker in workers:
+            children.answer(worker, ANSWER_S)  # warm, as all are when one is
             children.tell(worker, "go")
         return max(float(json.loads(children.answer(worker, ANSWER_S))) for worker in workers)
 
 
 def _work() -> None:
     """What a worker on a host does."""
-    strategy = tfps.Strategy()
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model, x = larger()
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=os.environ.get("JIT") != "0")
-    y = np.arange(len(x)) % 10
-    for _ in range(WARMUP_STEPS):
-        model.train_on_batch(x, y)
-    model.get_weights()
-    print("warm", flush=True)
-    sys.stdin.readline()
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        model.train_on_batch(x, y)
-    model.get_weights()
-    print((time.perf_counter() - began) / STEPS, flush=True)
-    sys.stdin.readline()  # stays until it is ended, so that nobody is lost while the other still works
+    with tfps.Strategy().scope():
+        model, x, y = _compiled(larger, os.environ.get("JIT") != "0")
+    for steps in (WARMUP_STEPS, STEPS):
+        began = time.perf_counter()
+        for _ in range(steps):
+            model.train_on_batch(x, y)
+        model.get_weights()
+        print((time.perf_counter() - began) / steps, flush=True)
+        sys.stdin.readline()  # it stays, so that nobody is lost while the other still works
 
 
 if __name__ == "__main__":
