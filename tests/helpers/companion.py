@@ -100,6 +100,38 @@ class Companion:
         self._declare_thread.shutdown()
 
 
+def wait_until(truth: Callable[[], object], deadline_s: float = DEADLINE_S) -> bool:
+    """Polls `truth` until a deadline; whether it came true."""
+    poll = threading.Event()
+    for _ in range(int(deadline_s * 200)):
+        if truth():
+            return True
+        poll.wait(0.005)
+    return False
+
+
+def passes_while_held(
+    other: Companion, train: Callable[[], object], passes: list[int], last_layer: int
+) -> tuple[bool, int, int, bool]:
+    """Runs `train`, two steps that note forward passes of layers in `passes`, and holds the reply of the last layer.
+
+    Returns whether the second forward pass of the layer before it ran meanwhile, how many of the last one had, how many
+    replies were held, and whether training ended after that.
+    """
+    last = max(other.specs, key=lambda spec: spec.priority)
+    assert last.priority == last_layer
+    other.holds = lambda spec: spec is last
+    passes.clear()
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    ahead = wait_until(lambda: passes.count(last_layer - 1) == 2)
+    behind = passes.count(last_layer)
+    assert other.wait_held()
+    released = other.release()
+    trainer.join(DEADLINE_S)
+    return ahead, behind, released, not trainer.is_alive()
+
+
 def _joined(addresses: Sequence[str], config: tfps.Config) -> Worker:
     """Rank 1, which has taken part in what a strategy's constructor exchanges."""
     worker = Worker(addresses, rank=1, workers=2, config=config)

@@ -214,3 +214,10 @@ def train(
     model.fit(inputs, targets, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
     variables = [*model.weights, *model.optimizer.variables]
     return [np.asarray(variable.numpy()).tobytes() for variable in variables]
+
+
+#: One of each kind.
+MODELS = (
+    *(batch_normalization, embedding_sparse, embedding_dense, shared_layer, normalized_shared_layer),
+    *(attention, two_inputs, subclassed, lstm),
+)

@@ -23,17 +23,6 @@ OPTIMIZERS = sorted(
     and issubclass(value, keras.optimizers.Optimizer)
     and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 )
-MODELS = [
-    training.batch_normalization,
-    training.embedding_sparse,
-    training.embedding_dense,
-    training.shared_layer,
-    training.normalized_shared_layer,
-    training.attention,
-    training.two_inputs,
-    training.subclassed,
-    training.lstm,
-]
 # A statistic, and a sparse gradient.
 TELLING = (training.batch_normalization, training.embedding_sparse)
 
@@ -182,7 +171,7 @@ KINDS = (("SGD", False, ()), ("SGD", True, ()), ("Adam", False, IN_GRAPHS), ("Ad
             id=f"{'eager' if eager else 'graph'}-{name}-{build.__name__}",
         )
         for name, eager, few in KINDS
-        for build in MODELS
+        for build in training.MODELS
     ],
 )
 def test_every_kind_of_model_ends_bitwise_equal_to_plain_keras(
@@ -245,7 +234,7 @@ def several_steps(strategy: tf.distribute.Strategy | None, build: training.Build
             id=f"{name}-{build.__name__}",
         )
         for name in ("SGD", "Adam")
-        for build in (training.mlp, *MODELS)
+        for build in (training.mlp, *training.MODELS)
     ],
 )
 def test_several_steps_per_execution_end_bitwise_equal_to_plain_keras(

@@ -74,23 +74,13 @@ def fit(model: keras.Model, steps: int) -> None:
     model.fit(data, data, batch_size=8, verbose=0, shuffle=False)  # two workers share the batch
 
 
-def wait_until(truth: Callable[[], object]) -> bool:
-    """Polls `truth` until a deadline; whether it came true."""
-    poll = threading.Event()
-    for _ in range(int(jobs.DEADLINE_S * 200)):
-        if truth():
-            return True
-        poll.wait(0.005)
-    return False
-
-
 def test_the_first_send_is_seen_before_the_last_gradient_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, _):
         sent_before: list[bool] = []
 
         def on_last_gradient() -> None:  # layer 0 is the last that backward reaches
             if recorder.enabled:
-                sent_before.append(wait_until(lambda: sends(recorder)))
+                sent_before.append(companion.wait_until(lambda: sends(recorder)))
 
         recorder = strategy._runtime.recorder
 
@@ -107,21 +97,10 @@ def test_the_next_forward_pass_runs_before_the_last_reply_of_the_step(monkeypatc
         model = build(strategy, passes=passes)
         fit(model, 1)
         model.get_weights()  # its updates are done: none is held
-        last = max(other.specs, key=lambda spec: spec.priority)
-        assert last.priority == LAYERS - 1
-        other.holds = lambda spec: spec is last
-        passes.clear()
-        trainer = threading.Thread(target=fit, args=(model, 2))
-        trainer.start()
-        # Two steps have two forward passes of layer 3; the second one runs although layer 4 has not come back.
-        ahead = wait_until(lambda: passes.count(LAYERS - 2) == 2)
-        behind = passes.count(LAYERS - 1)
-        assert other.wait_held()
-        released = other.release()
-        trainer.join(jobs.DEADLINE_S)
+        ahead, behind, released, ended = companion.passes_while_held(other, lambda: fit(model, 2), passes, LAYERS - 1)
         assert ahead
         assert (behind, released) == (1, 1), "layer 4 itself must wait for its own reply"
-        assert not trainer.is_alive()
+        assert ended
 
 
 def test_nothing_stale_is_read_while_a_reply_is_out(monkeypatch: pytest.MonkeyPatch) -> None:

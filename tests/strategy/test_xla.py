@@ -358,21 +358,7 @@ def test_the_report_knows_parts_and_sizes_of_batches_and_the_second_size_is_warn
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "build",
-    [
-        training.batch_normalization,
-        training.embedding_sparse,
-        training.embedding_dense,
-        training.shared_layer,
-        training.normalized_shared_layer,
-        training.attention,
-        training.two_inputs,
-        training.subclassed,
-        training.without_call,
-        training.lstm,
-    ],
-)
+@pytest.mark.parametrize("build", [*training.MODELS, training.without_call])
 def test_small_models_end_with_the_weights_of_plain_keras_with_xla(build: training.Build) -> None:
     ends = []
     strategy = tfps.Strategy(config=tfps.Config(xla_part_bytes=2048))

@@ -80,15 +80,6 @@ def fit(model: keras.Model, steps: int) -> None:
     model.fit(data, data, batch_size=8, verbose=0, shuffle=False)
 
 
-def wait_until(truth: Callable[[], object], deadline_s: float = jobs.DEADLINE_S) -> bool:
-    poll = threading.Event()
-    for _ in range(int(deadline_s * 200)):
-        if truth():
-            return True
-        poll.wait(0.005)
-    return False
-
-
 def started(part_bytes: int) -> tfps.Config:
     return tfps.Config(
         slice_bytes=BLOCK_BYTES, window_bytes=4 * BLOCK_BYTES, step_timeout_s=60, xla_part_bytes=part_bytes
@@ -103,20 +94,10 @@ def test_the_next_forward_pass_runs_up_to_the_part_that_waits_for_the_last_reply
         model = build(strategy, passes)
         fit(model, 1)
         model.get_weights()
-        last = max(other.specs, key=lambda spec: spec.priority)
-        assert last.priority == BLOCKS - 1
-        other.holds = lambda spec: spec is last
-        passes.clear()
-        trainer = threading.Thread(target=fit, args=(model, 2))
-        trainer.start()
-        ahead = wait_until(lambda: passes.count(BLOCKS - 2) == 2)
-        behind = passes.count(BLOCKS - 1)
-        assert other.wait_held()
-        released = other.release()
-        trainer.join(jobs.DEADLINE_S)
+        ahead, behind, released, ended = companion.passes_while_held(other, lambda: fit(model, 2), passes, BLOCKS - 1)
         assert ahead
         assert (behind, released) == (1, 1), "the last block must wait for its own reply"
-        assert not trainer.is_alive()
+        assert ended
 
 
 def test_one_part_would_make_the_whole_forward_pass_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +112,8 @@ def test_one_part_would_make_the_whole_forward_pass_wait(monkeypatch: pytest.Mon
         trainer = threading.Thread(target=fit, args=(model, 2))
         trainer.start()
         assert other.wait_held()
-        assert wait_until(lambda: passes.count(0) == 1)
-        assert not wait_until(lambda: passes.count(0) == 2, 0.5), "this test would not tell parts from none"
+        assert companion.wait_until(lambda: passes.count(0) == 1)
+        assert not companion.wait_until(lambda: passes.count(0) == 2, 0.5), "this test would not tell parts from none"
         other.release()
         trainer.join(jobs.DEADLINE_S)
         assert not trainer.is_alive()
@@ -144,7 +125,7 @@ def test_the_first_send_is_seen_before_the_last_gradient_exists(monkeypatch: pyt
 
         def on_backward() -> None:  # of block 0, the last that backward reaches
             if recorder.enabled:
-                sent_before.append(wait_until(lambda: sends(recorder)))
+                sent_before.append(companion.wait_until(lambda: sends(recorder)))
 
         model = build(strategy, [], on_backward)
         fit(model, 1)

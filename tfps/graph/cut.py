@@ -8,6 +8,7 @@ groups are, and no cycle appears. A third number separates ops of one pair that 
 
 from __future__ import annotations
 
+import graphlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,20 +72,11 @@ def cut(nodes: Sequence[Node]) -> list[Class | None]:
 
 def _order(nodes: Sequence[Node]) -> list[int]:
     """Returns places in an order in which the ops can run. The gradient of a loop adds inputs to what was before it."""
-    after: list[list[int]] = [[] for _ in nodes]
-    missing = [len(node.before) for node in nodes]
-    for place, node in enumerate(nodes):
-        for each in node.before:
-            after[each].append(place)
-    order = [place for place, count in enumerate(missing) if not count]
-    for place in order:  # which grows meanwhile
-        for each in after[place]:
-            missing[each] -= 1
-            if not missing[each]:
-                order.append(each)
-    if len(order) < len(nodes):
-        raise ValueError(f"{len(nodes) - len(order)} ops come after each other in a circle")
-    return order
+    sorter = graphlib.TopologicalSorter({place: node.before for place, node in enumerate(nodes)})
+    try:
+        return list(sorter.static_order())
+    except graphlib.CycleError as error:
+        raise ValueError(f"{len(error.args[1]) - 1} ops come after each other in a circle") from None
 
 
 def group(nbytes: Sequence[int], part_bytes: int | None = None, *, alone: bool = False) -> list[int]:

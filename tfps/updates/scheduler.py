@@ -178,7 +178,8 @@ class UpdateScheduler:
         touched, self._touched = self._touched, []
         sent: list[PendingUpdate] = []
         for other in [graph, *(each for ref in touched if (each := ref()) is not None and each is not graph)]:
-            sent += self._known(other).sent
+            sent += (own := self._known(other).sent)
+            own.clear()  # else they would live as long as the graph
             left = [update for each in self._state(other).pending.values() for update in each]
             if names := ", ".join(update.variable.name for update in left):
                 raise UnsupportedError(
