@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from runpy import run_path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 
@@ -73,7 +73,12 @@ setup(
         "tfps.protos": ["*.pyi"],
         "tfps.launch": ["templates/*.yaml"],
         "tfps.tensorboard": ["static/*"],
+        "tfps.wire": ["*.pyi"],
     },
+    # Without a C compiler tfps does the same in Python.
+    ext_modules=[
+        Extension("tfps.wire._native", ["tfps/wire/_native.c"], define_macros=[("_GNU_SOURCE", "1")], optional=True)
+    ],
     install_requires=["grpcio>=1.68", "protobuf>=3.20.3", "numpy>=1.26", "packaging>=22"],
     extras_require={
         "tensorflow": [f"tensorflow{TENSORFLOW}", KERAS],

@@ -83,7 +83,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def test_both_are_named_after_the_one_version(built: Built) -> None:
-    assert built.wheel.name == f"tfps-{__version__}-py3-none-any.whl"
+    assert built.wheel.name.startswith(f"tfps-{__version__}-cp")  # of one Python and one platform, as it may hold C code
     assert built.sdist.name == f"tfps-{__version__}.tar.gz"
     assert built.metadata["Version"] == __version__
 
@@ -91,7 +91,9 @@ def test_both_are_named_after_the_one_version(built: Built) -> None:
 def test_the_wheel_has_the_whole_package_and_nothing_else(built: Built) -> None:
     package = {name for name in built.files if name.startswith("tfps/")}
     about = {name for name in built.in_wheel if name.startswith(f"tfps-{__version__}.dist-info/")}
-    assert built.in_wheel - about == package
+    compiled = {name for name in built.in_wheel if name.endswith(".so")}
+    assert {name.split(".")[0] for name in compiled} <= {"tfps/wire/_native"}
+    assert built.in_wheel - about - compiled == package - {"tfps/wire/_native.c"}
     for name in ("py.typed", "protos/tfps_pb2.py", "protos/tfps_pb2.pyi", "tensorboard/static/index.js"):
         assert f"tfps/{name}" in package
     assert f"tfps-{__version__}.dist-info/licenses/LICENSE" in about

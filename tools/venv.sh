@@ -20,7 +20,7 @@ if [[ -L .venv ]]; then # another checkout's: to clear it or install into it wou
 fi
 
 # An installation is valid for these files at this place (a .venv that has been moved does not work).
-wanted="$here $(cat setup.py pyproject.toml constraints.txt | cksum)"
+wanted="$here $(cat setup.py pyproject.toml constraints.txt tfps/wire/_native.c | cksum)"
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && is_made_here; then
     exit 0
 fi

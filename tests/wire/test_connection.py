@@ -10,10 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import jobs
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from receivers import Taking
 
 from tfps.errors import ConnectError, ProtocolError, TfpsError, WorkerLostError
@@ -22,6 +25,7 @@ from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import (
     CHEAP_PART_BYTES,
+    IN_C,
     MAX_PART_BYTES,
     MIN_PART_BYTES,
     PART_S,
@@ -38,10 +42,18 @@ from tfps.wire.frames import PART_BYTES, Header, Kind, decode_part, encode_part
 from tfps.wire.job_token import JobToken
 from tfps.wire.send_queue import Outgoing, SendQueue
 
+END = Header(Kind.ERROR)
 
-@pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a TCP connection."""
+
+@pytest.fixture(params=["C", "Python"])
+def pair(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection whose loops over parts are in C or in Python."""
+    if request.param == "Python":
+        monkeypatch.setattr("tfps.wire.connection._native", None)
+    elif not IN_C:
+        pytest.skip("needs tfps.wire._native: tfps was installed without a C compiler")
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname())
         there, _ = server.accept()
@@ -177,6 +189,79 @@ def test_a_frame_outside_the_window_arrives_whole(pair: tuple[socket.socket, soc
         assert taking.all.wait(jobs.DEADLINE_S)
     assert taking.notices == [(Header(Kind.LAYOUT), b"layout")]
     assert the_end(ended) is None
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_parts_of_any_size_and_order_become_the_frames_that_they_are(
+    data: st.DataObject, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    sizes = data.draw(st.lists(st.sampled_from((0, 1, 200)), min_size=1, max_size=5))
+    payloads = [bytes([number]) * nbytes for number, nbytes in enumerate(sizes)]
+    begins, sent, here = dict.fromkeys(range(len(sizes)), 0), b"", pair[0]
+    while begins:
+        number = data.draw(st.sampled_from(sorted(begins)))
+        begin = begins[number]
+        end = min(begin + data.draw(st.sampled_from((50, 100))), sizes[number])
+        last = end == sizes[number]
+        more = (not last or len(begins) > 1) and data.draw(st.booleans())
+        header = Header(Kind.PUSH, bucket=number, received=len(sent))
+        sent += encode_part(header, sizes[number], begin, end - begin, more) + payloads[number][begin:end]
+        begins[number] = end
+        if last:
+            del begins[number]
+    taking = Taking(len(sizes))
+    receiver, got = Connection(pair[1].dup()), queue()
+    got._sent = len(sent)  # what the receipts in `sent` may say
+    sending_ = DaemonPool(1, "sending").submit(here.sendall, sent + encode_part(END, 0, 0, 0))
+    error = receiver.receive(Kind.PUSH, got, taking)
+    sending_.result(jobs.DEADLINE_S)
+    receiver.close()
+    assert isinstance(error, TfpsError)  # the ERROR, which ends it
+    assert sorted((header.bucket, payload) for header, payload in taking.got) == list(enumerate(payloads))
+
+
+BAD_CALLS: dict[str, tuple[Any, ...]] = {
+    "a part beyond its frame": ("receive", bytearray(encode_part(END, 8, 4, 5)), bytearray(8)),
+    "memory of another size": ("receive", bytearray(encode_part(END, 8, 4, 4)), bytearray(9)),
+    "no header to receive": ("receive", bytearray(8), bytearray(8)),
+    "bytes beyond the frame": ("send", encode_part(END, 8, 4, 4), bytes(5), 2, bytearray(1)),
+    "parts of nothing": ("send", encode_part(END, 8, 0, 8), bytes(8), 0, bytearray(1)),
+    "no header to send": ("send", bytes(8), bytes(8), 2, bytearray(1)),
+    "no flag": ("send", encode_part(END, 8, 0, 8), bytes(8), 2, b""),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_c_code_touches_nothing_outside_of_what_it_was_given(what: str) -> None:
+    name, *arguments = BAD_CALLS[what]
+    with pytest.raises(ValueError, match="must lie within"):
+        getattr(pytest.importorskip("tfps.wire._native"), name)(-1, *arguments)
+
+
+def test_a_run_of_parts_in_c_ends_before_the_next_one_once_it_is_overtaken() -> None:
+    native = pytest.importorskip("tfps.wire._native")
+    here, there = socket.socketpair()
+    payload, overtaken = bytes(40_000_000), bytearray(1)
+    head = encode_part(END, len(payload), 0, len(payload))
+    running = DaemonPool(1, "running").submit(native.send, here.fileno(), head, payload, 100_000, overtaken)
+    there.recv(1)
+    overtaken[0] = 1
+    draining = DaemonPool(1, "draining").submit(drain, there)
+    sent, _ = running.result(jobs.DEADLINE_S)
+    assert sent < len(payload)
+    assert sent % 100_000 == 0
+    here.close()
+    assert draining.result(jobs.DEADLINE_S) == sent // 100_000 * (100_000 + PART_BYTES) - 1
+    there.close()
+
+
+def drain(connected: socket.socket) -> int:
+    """How many bytes come to the end."""
+    count = 0
+    while got := len(connected.recv(2**20)):
+        count += got
+    return count
 
 
 CUTS = {

@@ -124,6 +124,13 @@ def parts_of(header: Header, payload: bytes, sizes: list[int]) -> list[tuple[Par
     return found
 
 
+def take(assembler: Assembler, part: Part, piece: bytes) -> memoryview | None:
+    """Writes a part where it belongs; the frame's payload, if it is complete."""
+    payload, end = assembler.begin(part), part.offset + part.nbytes
+    payload[part.offset : end] = piece
+    return payload if assembler.end(part, payload, end) else None
+
+
 @given(
     payloads=st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=5),
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
@@ -135,8 +142,7 @@ def test_parts_of_several_frames_may_alternate(payloads: list[bytes], sizes: lis
     while any(waiting):
         turn = data.draw(st.sampled_from([each for each in waiting if each]))
         part, piece = turn.pop(0)
-        assembler.begin(part)[:] = piece
-        if (payload := assembler.end(part)) is not None:
+        if (payload := take(assembler, part, piece)) is not None:
             got[part.header.bucket] = bytes(payload)
     assert got == dict(enumerate(payloads))
 
@@ -163,8 +169,7 @@ def test_a_payload_is_received_where_it_belongs() -> None:
     memory = memoryview(bytearray(4))
     assembler = Assembler(lambda header, nbytes: memory if header.bucket else None)
     for part, piece in parts_of(Header(Kind.REPLY, bucket=1), b"abcd", [3]):
-        assembler.begin(part)[:] = piece
-        assembler.end(part)
+        take(assembler, part, piece)
     assert bytes(memory) == b"abcd"
 
 
@@ -191,16 +196,14 @@ def test_a_frame_begins_with_its_first_byte() -> None:
 @pytest.mark.parametrize("wrong", [Part(PUSH, 8, 2, 1), Part(PUSH, 8, 0, 1), Part(PUSH, 9, 4, 1)])
 def test_parts_come_in_order_and_of_one_size_in_all(wrong: Part) -> None:
     assembler, first = Assembler(own), Part(PUSH, 8, 0, 4)
-    assembler.begin(first)
-    assembler.end(first)
+    take(assembler, first, bytes(4))
     with pytest.raises(ProtocolError, match="must begin at byte 4 of 8"):
         assembler.begin(wrong)
 
 
 def test_a_frame_that_is_under_way_does_not_begin_again() -> None:
     assembler, first = Assembler(own), Part(PUSH, 8, 0, 4)
-    assembler.begin(first)
-    assembler.end(first)
+    take(assembler, first, bytes(4))
     with pytest.raises(ProtocolError, match="must not begin it again, got 8 of 8 bytes"):
         assembler.begin(Part(PUSH, 8, 0, 8))
 
@@ -209,7 +212,6 @@ def test_frames_under_way_are_bounded() -> None:
     assembler = Assembler(own)
     for index in range(4096):
         part = Part(Header(Kind.PUSH, index=index), 2, 0, 1)
-        assembler.begin(part)
-        assembler.end(part)
+        take(assembler, part, bytes(1))
     with pytest.raises(ProtocolError, match="at most 4096 frames"):
         assembler.begin(Part(Header(Kind.PUSH, index=4096), 2, 0, 1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from recorded import sends
 
 from tfps.config import Policy
-from tfps.errors import ClosedError, ProtocolError
+from tfps.errors import ClosedError, ProtocolError, WorkerLostError
 from tfps.exchange.codecs import known
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import Header, Kind
@@ -241,6 +241,65 @@ def test_nothing_is_encoded_before_it_is_sent() -> None:
     queue.prepare()
     queue.prepare()
     assert [each.made for each in made] == [False, False, True, True]  # one ahead
+
+
+def test_a_run_of_parts_gives_way_and_its_rest_keeps_its_place() -> None:
+    queue = SendQueue(2**20, "priority", piggyback=True, recorder=Recorder(), pserver=0)
+    queue.use_connection()
+
+    def put(bucket: int, priority: int) -> None:
+        payload = memoryview(bytes(1000))
+        queue.put([Outgoing(Header(Kind.PUSH, bucket=bucket, priority=priority), len(payload), payload)])
+
+    def taken() -> list[tuple[int, int, int]]:
+        parts = queue.take_parts(10_000) or []
+        return [(each.item.header.bucket, each.begin, each.end) for each in parts if isinstance(each.item, Outgoing)]
+
+    put(0, 5)
+    put(1, 5)
+    run = queue.take_run(100, 4)
+    assert run is not None
+    assert (run.begin, run.end, queue.load.in_flight_bytes) == (0, 400, 400)
+    put(2, 5)
+    put(3, 6)
+    assert not queue.overtaken[0]  # neither is more urgent
+    put(4, 4)
+    assert queue.overtaken[0]
+    queue.ran(run, 200)
+    assert queue.load.in_flight_bytes == 200
+    assert taken() == [(4, 0, 1000), (0, 200, 1000), (1, 0, 1000), (2, 0, 1000), (3, 0, 1000)]
+
+
+@pytest.mark.parametrize("end", ["close", "fail", "put_urgent"])
+def test_a_run_ends_with_its_queue_and_for_frames_outside_the_window(end: str) -> None:
+    queue = SendQueue(2**20, "fifo", piggyback=True, recorder=Recorder(), pserver=0)
+    queue.use_connection()
+    queue.put([Outgoing(Header(Kind.PUSH), 1000, memoryview(bytes(1000)))])
+    run = queue.take_run(100, 99)
+    assert run is not None
+    assert run.end == 900  # the last part leaves with whatever is next
+    calls = {"close": (), "fail": (WorkerLostError("gone"),), "put_urgent": (b"frame",)}
+    getattr(queue, end)(*calls[end])
+    assert queue.overtaken[0]
+    queue.ran(run, 300)
+    assert queue.take_run(100, 99) is None
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        Outgoing(Header(Kind.PUSH), 200, memoryview(bytes(200))),  # has one part and its last
+        Outgoing(
+            Header(Kind.PUSH), 1000, memoryview(bytes(1000)), target=Target(Place(0, 1000), np.zeros(1000, np.uint8))
+        ),
+    ],
+)
+def test_what_has_no_several_parts_before_its_last_is_no_run(item: Outgoing) -> None:
+    queue = SendQueue(2**20, "priority", piggyback=True, recorder=Recorder(), pserver=0)
+    queue.use_connection()
+    assert queue.take_run(100, 99) is None
+    queue.put([item])
+    assert queue.take_run(100, 99) is None
 
 
 def test_an_error_is_reported_once_and_raised_to_everybody() -> None:

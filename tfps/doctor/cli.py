@@ -69,7 +69,7 @@ def examine(
             wrong.append(Check("pservers", "failed", "cannot be told", str(error), "malformed"))
         found += [host.token(security), host.tls(security), *wrong]
         peers = len(cluster.pservers) + (cluster.workers or 0)
-        found += [host.open_files(peers), host.memory(), host.shared_memory(config)]
+        found += [host.open_files(peers), host.memory(), host.shared_memory(config), host.sockets()]
         arena: Arena | None = None
         if config.shared_memory:
             with contextlib.suppress(OSError):

@@ -21,11 +21,18 @@ import numpy as np
 
 from tfps.errors import ConnectError, ProtocolError, TfpsError
 from tfps.wire import frames
-from tfps.wire.frames import EMPTY, PART_BYTES, Assembler, Header, Kind, decode_part, encode_part
+from tfps.wire.frames import EMPTY, PART_BYTES, Assembler, Header, Kind, Part, decode_part, encode_part
 from tfps.wire.job_token import MAX_TOKEN_BYTES, JobToken
 from tfps.wire.reach import split
 from tfps.wire.send_queue import Next, SendQueue
 from tfps.wire.shared_memory import Place, Target
+
+try:
+    from tfps.wire import _native
+except ImportError:
+    _native = None  # type: ignore[assignment]  # installed where there was no C compiler
+
+IN_C = _native is not None  # whether the loops over the parts of a frame run in C
 
 
 class Receiver(Protocol):
@@ -122,6 +129,7 @@ _HELLO = struct.Struct("<4sHHHI")  # magic, version, bytes of the job token and 
 _MAGIC, _VERSION, _MAX_INCARNATION_BYTES = b"tfps", 4, 256
 _LINGER_S, _UNREAD, _MAX_UNREAD = 1.0, 4096, 64 * 1024  # seconds and bytes that a refused connection may still send
 _ACK = Header(Kind.ACK)
+_NOTHING = memoryview(b"")
 _IDLE_S = 5e-4  # a longer wait for data means an idle link
 _LINUX = ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)  # s, s, -, ms
 # TCP doubles the time after which it sends again: a network that is back after 3.1 s would be used after 6.3 s, when
@@ -135,6 +143,7 @@ MIN_PART_BYTES, CHEAP_PART_BYTES, MAX_PART_BYTES = 16 * 1024, 64 * 1024, 1024 * 
 _LEAST_RATE_S = 5e-3  # shortest time to measure a rate
 _RATE_SMOOTHING = 0.3
 _GROW_AFTER = 16  # after so many parts in a row without a wait they grow
+_MAX_RUN = 16  # parts that C code sends before the rate is looked at
 _UNLIMITED_AFTER = 4  # so many mean that nothing need be asked before the next
 
 
@@ -164,11 +173,11 @@ class RateEstimator:
         """Notes that there was nothing to send: that a socket takes what comes now and then does not show its rate."""
         self._since_s, self.free = None, 0
 
-    def sent(self, nbytes: int, *, waited: bool, now_s: float) -> bool:
+    def sent(self, nbytes: int, *, waited: bool, now_s: float, parts: int = 1) -> bool:
         """Notes that the socket took `nbytes`, at once or after it `waited`; returns whether the sizes changed."""
         if not waited:
             self._nbytes += nbytes
-            self.free += 1
+            self.free += parts
             if self.free >= _GROW_AFTER and self.part_bytes < MAX_PART_BYTES:
                 self.free = 0
                 return self._set(2 * self.part_bytes)
@@ -242,6 +251,9 @@ class Connection:
             queue.prepare()
             self._poll.poll()
         # Chosen only now: something more urgent may have come while the socket was full.
+        if _native is not None and (run := queue.take_run(self._rate.part_bytes, _MAX_RUN)) is not None:
+            self._send_run(queue, run, waited)
+            return True
         if (taken := queue.take_parts(self._rate.part_bytes)) is None:
             return False
         nbytes, last = 0, len(taken) - 1
@@ -253,6 +265,19 @@ class Connection:
         if self._rate.sent(nbytes, waited=waited or full, now_s=time.monotonic()):
             self._set_unsent()
         return True
+
+    def _send_run(self, queue: SendQueue, run: Next, waited: bool) -> None:
+        """Sends several parts of one frame in C, until something more urgent comes."""
+        part_bytes = self._rate.part_bytes
+        head, payload = _encoded(run, False)
+        try:
+            sent, waits = _native.send(self._socket.fileno(), head, payload, part_bytes, queue.overtaken)
+        except OSError as error:
+            raise BrokenConnectionError(*error.args) from error
+        queue.ran(run, run.begin + sent)
+        waited = waited or waits > 0
+        if self._rate.sent(sent, waited=waited, now_s=time.monotonic(), parts=sent // part_bytes):
+            self._set_unsent()
 
     def _send(self, buffers: Sequence[bytes | memoryview]) -> bool:
         """Sends all of `buffers`; returns whether the socket was full meanwhile."""
@@ -285,17 +310,29 @@ class Connection:
         while more or self._fill(head, may_end=True):
             queue.heard()
             part = decode_part(head)
-            payload: memoryview | None = memoryview(b"")
+            payload, whole, more = _NOTHING, True, part.more
             if part.nbytes:
-                self._fill(assembler.begin(part), head if part.more else None)
-                payload = assembler.end(part)
-            elif part.more:
+                payload = assembler.begin(part)
+                so_far, more = self._receive_part(part, head, payload)
+                whole = assembler.end(part, payload, so_far)
+            elif more:
                 self._fill(head)
-            more = part.more
-            if payload is not None and (error := take(part.header, payload, data, queue, receiver)) is not None:
+            if whole and (error := take(part.header, payload, data, queue, receiver)) is not None:
                 return error
-            payload = None  # frees its memory while waiting for the next
+            payload = _NOTHING  # frees its memory while waiting for the next
         return None
+
+    def _receive_part(self, part: Part, head: memoryview, payload: memoryview) -> tuple[int, bool]:
+        """Receives `part`, maybe more of its frame's `payload`; returns its end, and whether `head` is the next."""
+        if _native is not None:
+            try:
+                return _native.receive(self._socket.fileno(), head, payload)
+            except OSError as error:
+                raise BrokenConnectionError(*error.args) from error
+        so_far = part.offset + part.nbytes
+        more = part.more or so_far < part.total  # within a frame there is always another part
+        self._fill(payload[part.offset : so_far], head if more else None)
+        return so_far, more
 
     def _fill(self, memory: memoryview, head: memoryview | None = None, *, may_end: bool = False) -> bool:
         """Receives `memory`, and then `head`; False if the connection ends before the first byte and `may_end`."""

@@ -172,7 +172,6 @@ _REST = struct.Struct("<III")  # payload bytes of the frame, where this part beg
 PART_BYTES = HEADER_BYTES + _REST.size
 _MORE = 2**31  # in the bytes of a part: the next part is sent together with it
 _MAX_OPEN = 4096  # incomplete frames; at most one per priority level
-_NOTHING = memoryview(b"")
 
 Memory = Callable[[Header, int], "memoryview | None"]  # where a frame's payload belongs, if known
 
@@ -213,18 +212,17 @@ class Assembler:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._open: dict[tuple[int, int, int, int], tuple[memoryview, int]] = {}  # payload and bytes received
-        self._whole = _NOTHING  # the payload of a frame in one part
 
     def begin(self, part: Part) -> memoryview:
-        """Where to write the bytes of `part`, the next of its frame; call `end` once they are written."""
+        """The payload of the frame whose next part is `part`; call `end` once that is written to its place."""
         header, total, offset, nbytes, _ = part
         if nbytes == total:  # all in one part
             if self._open and _key(header) in self._open:
                 raise ProtocolError(f"the next part of a frame must not begin it again, got {nbytes} of {total} bytes")
-            self._whole = self._payload(header, total)
-            if len(self._whole) != total:
-                raise ProtocolError(f"a frame must have {len(self._whole)} payload bytes, got {total}")
-            return self._whole
+            payload = self._payload(header, total)
+            if len(payload) != total:
+                raise ProtocolError(f"a frame must have {len(payload)} payload bytes, got {total}")
+            return payload
         key = _key(header)
         found = self._open.get(key)
         if found is None:
@@ -238,24 +236,20 @@ class Assembler:
             raise ProtocolError(
                 f"the next part of a frame must begin at byte {so_far} of {len(payload)}, got {offset} of {total}"
             )
-        return payload[offset : offset + nbytes]
+        return payload
 
     def _payload(self, header: Header, nbytes: int) -> memoryview:
         memory = self._memory(header, nbytes)
         return np.empty(nbytes, np.uint8).data if memory is None else memory
 
-    def end(self, part: Part) -> memoryview | None:
-        """The frame's payload, if `part` was its last."""
-        if part.nbytes == part.total:
-            whole, self._whole = self._whole, _NOTHING
-            return whole
-        key, so_far = _key(part.header), part.offset + part.nbytes
-        payload, _ = self._open[key]
+    def end(self, part: Part, payload: memoryview, so_far: int) -> bool:
+        """Notes that bytes 0 to `so_far` of `part`'s frame are there; whether these are all of it."""
         if so_far < part.total:
-            self._open[key] = payload, so_far
-            return None
-        del self._open[key]
-        return payload
+            self._open[_key(part.header)] = payload, so_far
+            return False
+        if part.nbytes < part.total:
+            del self._open[_key(part.header)]
+        return True
 
 
 def _key(header: Header) -> tuple[int, int, int, int]:

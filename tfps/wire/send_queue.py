@@ -148,6 +148,8 @@ class SendQueue:
         self._urgent: deque[bytes] = deque()  # frames outside the window, before all others
         # Priority, arrival, frame, when it was put (if recorded), payload bytes taken.
         self._heap: list[tuple[int, int, Outgoing, int, int]] = []
+        self.overtaken = bytearray(1)  # 1: something more urgent has come since a run of parts was given out
+        self._running = -1  # priority of that run; nothing is more urgent than -1
         self._arrivals = itertools.count()
         self._sent = self._acked = self._received = self._receipted = 0
         self._sent_slices = self._received_slices = 0
@@ -188,6 +190,8 @@ class SendQueue:
             for item in items:
                 priority = item.header.priority if self._by_priority else 0
                 heapq.heappush(self._heap, (priority, next(self._arrivals), item, put_ns, 0))
+                if priority < self._running:
+                    self.overtaken[0] = 1
             if self._may_send():
                 self._changed.notify()
 
@@ -196,6 +200,7 @@ class SendQueue:
         with self._changed:
             if not self._closed and self._failure is None:
                 self._urgent.append(frame)
+                self.overtaken[0] = 1
                 self._changed.notify()
 
     def use_connection(self) -> None:
@@ -255,6 +260,31 @@ class SendQueue:
             while (left := left - (taken[-1].end - taken[-1].begin)) > 0 and len(taken) < _MAX_PARTS and self._ready():
                 taken.append(self._next(left))
             return taken
+
+    def take_run(self, limit: int, most: int) -> Next | None:
+        """Gives out up to `most` parts of `limit` bytes of the next frame at once, if it has several before its last.
+
+        They may be sent one by one until `overtaken` is set. Then, or after all of them, `ran` must be called.
+        """
+        with self._changed:
+            if self._closed or self._failure is not None or self._urgent or not self._heap:
+                return None
+            priority, _, item, _, begin = self._heap[0]
+            parts = 0 if item.target is not None else min((item.nbytes - begin - 1) // limit, most)
+            if parts < 2:
+                return None
+            self.overtaken[0], self._running = 0, priority
+            return self._next(parts * limit)
+
+    def ran(self, run: Next, reached: int) -> None:
+        """The bytes of `run` up to `reached` have been sent; the rest keeps its place in the order."""
+        with self._changed:
+            self._running = -1
+            self._sent -= run.end - reached
+            for index, (priority, arrival, item, put_ns, _) in enumerate(self._heap if reached < run.end else ()):
+                if item is run.item:
+                    self._heap[index] = priority, arrival, item, put_ns, reached
+                    break
 
     def prepare(self) -> None:
         """Encodes the payload that comes next, or after what is being sent; for a sender that has to wait anyway."""
@@ -347,6 +377,7 @@ class SendQueue:
             over = self._closed or self._failure is not None
             self._closed = True
             self._heap.clear()
+            self.overtaken[0] = 1
             self._changed.notify_all()
         if not over:
             self._when_over()
@@ -358,6 +389,7 @@ class SendQueue:
                 return
             self._failure = error
             self._heap.clear()
+            self.overtaken[0] = 1
             self._changed.notify_all()
         self._when_over()
 
