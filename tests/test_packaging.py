@@ -83,7 +83,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def test_both_are_named_after_the_one_version(built: Built) -> None:
-    assert built.wheel.name.startswith(f"tfps-{__version__}-cp")  # of one Python and one platform, as it may hold C code
+    assert built.wheel.name.startswith(f"tfps-{__version__}-cp")  # of one Python and platform: it may hold C code
     assert built.sdist.name == f"tfps-{__version__}.tar.gz"
     assert built.metadata["Version"] == __version__
 
