@@ -161,8 +161,8 @@ class Config:
             `"raise"`: all workers raise that instead. The last two wait for all gradients of a step before any is sent
             (docs/contract.md, "Gradients that are not finite").
         xla: what XLA compiles, in parts between sends and gates (docs/xla.md): `"auto"`: models with
-            `jit_compile=True`; `"on"`: also what a program's own loop gives to `strategy.run`; `"off"`: nothing.
-            Workers may differ in it.
+            `jit_compile=True`; `"on"`: all but models with `jit_compile=False`, also what a program's own loop gives to
+            `strategy.run`; `"off"`: nothing. Workers may differ in it.
         xla_part_bytes: bytes of gradients in one such part. Smaller parts leave and begin earlier, each costs compile
             time. `"auto"`: an eighth of all, from 4 MiB.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.

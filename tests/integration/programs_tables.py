@@ -66,7 +66,7 @@ def compiled(job: Job, build: Callable[[], Model], optimizer: Callable[[], Optim
     with scope(job):
         model = build()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer(), loss, **{"jit_compile": False, **options})
+        model.compile(optimizer(), loss, **options)
     return model
 
 

@@ -269,6 +269,24 @@ def test_off_compiles_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> N
     assert own.jit_compile
 
 
+@pytest.mark.long
+def test_on_compiles_no_model_that_has_declined(tmp_path: Path) -> None:
+    strategy = tfps.Strategy(config=dataclasses.replace(PARTS, xla="on"))
+    steps, (x, y) = strategy.extended.compiled, data(32)
+    own = train(strategy, mlp, jit_compile=False)
+    own.evaluate(x, y, verbose=0)
+    own.predict(x, verbose=0)
+    assert steps.made == []
+    own.save(tmp_path / "model.keras")  # Keras writes False for "auto", too
+    with strategy.scope():
+        keras.models.load_model(tmp_path / "model.keras").fit(x, y, verbose=0)
+    assert parts_of(strategy) > 1
+    steps.made.clear()
+    train(strategy, mlp, jit_compile="auto").predict(x, verbose=0)
+    assert len(steps.made) == 2
+    strategy.close()
+
+
 def test_several_local_devices_are_refused_by_name(strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy.extended.compiled, "_devices", ("/device:CPU:0", "/device:CPU:1"))
     model, x, y = compiled(strategy, jit_compile=True)

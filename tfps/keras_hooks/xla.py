@@ -9,39 +9,54 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 
 from tfps.graph.patches import BaseStrategy, replaced, strategy_of
 from tfps.keras_hooks.hooks import replaces
-from tfps.keras_hooks.keras_private import Stepper, supports_jit, without_jit
-from tfps.types import Function, Model
+from tfps.keras_hooks.keras_private import Stepper, Trainer, supports_jit, without_jit
+from tfps.types import Function, Model, Structure
 
 logger = logging.getLogger("tfps")
 _TEST = "tests/strategy/test_xla.py"
 
 
 class _Asked(threading.local):
-    by_keras = False  # whether the step that this thread traces is of a model that is to be compiled
+    by_keras: bool | None = None  # what the model has asked for whose step this thread traces; None: nothing
 
 
 _asked = _Asked()
+_declining: weakref.WeakSet[Model] = weakref.WeakSet()  # models that a program has compiled with jit_compile=False
 
 
-def is_asked_by_keras() -> bool:
+def asked_by_keras() -> bool | None:
     return _asked.by_keras
 
 
-def in_parts(asked: bool) -> contextlib.AbstractContextManager[None]:
-    """In the block replica functions are those of a model that is, or is not, to be compiled by XLA."""
+def in_parts(asked: bool | None) -> contextlib.AbstractContextManager[None]:
+    """In the block replica functions are those of a model that has `asked` for XLA, declined it, or said nothing."""
     return replaced(_asked, "by_keras", asked)
 
 
+def note_asked(model: Model, asked: object) -> None:
+    """Notes the `jit_compile` that a program has given to `compile`: Keras makes False of "auto", too."""
+    (_declining.add if asked is False else _declining.discard)(model)
+
+
+@replaces(Trainer, "compile_from_config", _TEST)
+def _compile_from_config(original: Function, model: Model, config: Structure) -> object:
+    """What a file says may have been "auto"."""
+    result = original(model, config)
+    _declining.discard(model)
+    return result
+
+
 @contextlib.contextmanager
-def made_without_xla(model: Model) -> Iterator[bool]:
-    """In the block Keras makes functions of a `model` of tfps without XLA; yields whether the model asks for it."""
+def made_without_xla(model: Model) -> Iterator[bool | None]:
+    """In the block Keras makes functions of a `model` of tfps without XLA; yields what it has asked for."""
     strategy = strategy_of(model)
     if strategy is None or not model.jit_compile:
-        yield False
+        yield False if model in _declining else None
         return
     strategy.extended.compiled.sizes.expected = True
     with without_jit(model):
@@ -69,11 +84,11 @@ def _make_predict_function(original: Function, model: Model, force: bool = False
     before = model.predict_function
     with made_without_xla(model) as asked:
         result = original(model, force=force)
-    if asked and (function := model.predict_function) is not before:
+    if asked is not None and (function := model.predict_function) is not before:
 
         @functools.wraps(function)
         def step(*args: object) -> object:
-            with in_parts(True):
+            with in_parts(asked):
                 return function(*args)
 
         model.predict_function = step

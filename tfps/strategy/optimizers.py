@@ -37,7 +37,7 @@ from tfps.keras_hooks.keras_private import (
 )
 from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow
 from tfps.keras_hooks.weighing import accumulating_replicas
-from tfps.keras_hooks.xla import say_if_lost
+from tfps.keras_hooks.xla import note_asked, say_if_lost
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 from tfps.updates import itself
 from tfps.updates.itself import UpdatesItself
@@ -68,7 +68,9 @@ def _compile(original: Function, strategy: BaseStrategy, model: Model, *args: ob
         result = original(model, *args, **options)
     given = inspect.signature(original).bind(model, *args, **options)
     given.apply_defaults()
-    say_if_lost(strategy, model, given.arguments.get("jit_compile"), given.arguments.get("run_eagerly"))
+    asked = given.arguments.get("jit_compile")
+    note_asked(model, asked)
+    say_if_lost(strategy, model, asked, given.arguments.get("run_eagerly"))
     return result
 
 

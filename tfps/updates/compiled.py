@@ -23,7 +23,7 @@ from tfps.graph.ops import computed_from, outside, place_of
 from tfps.graph.parts import Part, Parts, Traced
 from tfps.graph.rows import rows_of
 from tfps.graph.tf_private import is_differentiated
-from tfps.keras_hooks.xla import is_asked_by_keras
+from tfps.keras_hooks.xla import asked_by_keras
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
 from tfps.types import Structure
@@ -86,8 +86,8 @@ class CompiledSteps:
         Raises:
             UnsupportedError: it is, but not on these devices.
         """
-        asked = is_asked_by_keras()
-        if eagerly or not (asked or self._config.xla == "on"):
+        asked = asked_by_keras()
+        if eagerly or asked is False or not (asked or self._config.xla == "on"):
             return False
         if self._config.xla == "off":
             _say_once(
