@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("fuzzing-failures"))
     parser.add_argument("--shrink-seconds", type=float, default=240.0, help="per failure")
     parser.add_argument("--compressed", type=int, default=6, help="every so many-th case with pservers compresses")
+    parser.add_argument("--compiled", type=int, default=4, help="every so many-th case is compiled by XLA")
     parser.add_argument("--update", default="worker", choices=["worker", "server"], help="where the optimizer runs")
     parser.add_argument("--elastic", action="store_true", help="a worker leaves each program, and comes back")
     parser.add_argument("--without", nargs="*", default=[], help="features to leave out, beside the known faults")
@@ -46,6 +47,7 @@ def main() -> int:
         say=lambda line: print(line, flush=True),
         update=arguments.update,
         elastic=arguments.elastic,
+        compiled=arguments.compiled,
     )
     session.run()
     print(session.summary())

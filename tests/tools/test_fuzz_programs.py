@@ -136,6 +136,16 @@ def test_compressed_programs_are_compared_between_ranks_only() -> None:
     assert "no compression" not in chosen
 
 
+def test_programs_that_xla_compiles_are_judged_by_tolerance_and_are_the_same_otherwise() -> None:
+    assert Judgement.of(Case()).bitwise
+    assert not Judgement.of(Case(jit_compile=True)).bitwise
+    for number in range(30):
+        every, none = (draw(f"x {number}", compiled=compiled) for compiled in (1, 10**9))
+        assert every.jit_compile is (every.place.devices == 1)
+        assert f"jit_compile={every.jit_compile}" in program(every)
+        assert dataclasses.replace(every, jit_compile=False) == none
+
+
 def test_slots_are_measured_by_the_largest_slot_of_all_variables() -> None:
     plain = {"optimizer kernel_average/0/0": np.float32(0.5), "optimizer bias_average/0/1": np.float32(0.0)}
     judgement = Judgement.of(Case(place=TWO))
@@ -245,6 +255,19 @@ def test_a_program_that_amplifies_rounding_is_judged_by_how_much_and_a_fault_in_
 @pytest.mark.timeout(900)
 def test_without_a_fault_none_is_found(pool: Pool) -> None:
     assert runner.run(SMALL, pool).difference is None
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["features", "ragged"])
+def test_what_plain_keras_cannot_compile_is_compared_without_xla(kind: str, pool: Pool) -> None:
+    network = Network(input=kind, layers=("embedding_lookup_sparse",) if kind == "ragged" else ("Dense",))
+    case = dataclasses.replace(SMALL, network=network, jit_compile=True, actions=(Fit(input="tf.data"),))
+    result = runner.run(case, pool)
+    assert (result.difference, result.refused) == (None, "")
+    assert ("only tfps can compile it" in result.rules) is (kind == "ragged")
+    faulty = runner.run(result.case, pool, train_slowly)
+    assert faulty.difference is not None
 
 
 ON_TWO_DEVICES = """

@@ -151,6 +151,7 @@ class Case:
     weighted_metrics: tuple[str, ...] = ()
     steps_per_execution: int = 1
     eager: bool = False
+    jit_compile: bool = False
     reordered: bool = False  # TensorFlow's arithmetic optimizer may reorder products, as it does unless told otherwise
     step: str = "Keras' train_step"
     start: str = "built in the scope"

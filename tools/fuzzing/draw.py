@@ -50,14 +50,20 @@ COMPRESSION = ("bfloat16", "float16", "int8", "topk:0.1", "onebit", "int8,*/bias
 _OF_ROWS = {"R2Score", "F1Score", "MeanIoU"}  # metrics that take one output per row
 
 
-def draw(seed: str, workers: tuple[int, ...] = (1, 2, 3), without: Collection[str] = (), compressed: int = 6) -> Case:
+def draw(
+    seed: str,
+    workers: tuple[int, ...] = (1, 2, 3),
+    without: Collection[str] = (),
+    compressed: int = 6,
+    compiled: int = 4,
+) -> Case:
     """The case of `seed` for some of these numbers of workers; no feature, nor "a + b" of several, is in `without`.
 
-    `compressed`: once in so many times a case with pservers compresses.
+    Once in `compressed` times a case with pservers compresses, and once in `compiled` XLA compiles one of one device.
     """
     numbers, apart = random.Random(seed), random.Random(f"{seed} compression")  # whose cases stay what they are
     rows = Drawing(random.Random(f"{seed} tables"), without)
-    kinds = Drawing(random.Random(f"{seed} kinds"), without)
+    kinds, xla = (Drawing(random.Random(f"{seed} {name}"), without) for name in ("kinds", "xla"))
     while True:
         case = _drawn(Drawing(numbers, without), workers)
         compression = _compression(Drawing(apart, without), compressed) if case.place.pservers else "no compression"
@@ -65,6 +71,8 @@ def draw(seed: str, workers: tuple[int, ...] = (1, 2, 3), without: Collection[st
             dataclasses.replace(case, place=dataclasses.replace(case.place, compression=compression)), rows
         )
         case = with_kinds(case, kinds)
+        compiles = xla.rarely("jit_compile", compiled) and case.place.devices == 1
+        case = dataclasses.replace(case, jit_compile=compiles)
         if usable(case, without):
             return case
 

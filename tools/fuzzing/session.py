@@ -35,7 +35,7 @@ class Session:
         most_cases: as `minutes`, and repeatable.
         without: features that are not drawn.
         folder: programs that fail are written there.
-        compressed: once in so many times a case with pservers compresses.
+        compressed, compiled: of `draw`.
         change: puts a fault into the program of a rank (`runner.run`).
         say: takes lines of progress.
         update: `tfps.Config.update` of the strategies.
@@ -54,6 +54,7 @@ class Session:
     say: Callable[[str], None] = print
     update: str = "worker"
     elastic: bool = False
+    compiled: int = 4
     ran: Counter[str] = field(default_factory=Counter)  # by how they ended
     covered: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
@@ -69,7 +70,7 @@ class Session:
             for number in itertools.count():
                 if self._is_over():
                     return
-                case = draw(f"{self.seed} {number}", self.workers, self.without, self.compressed)
+                case = draw(f"{self.seed} {number}", self.workers, self.without, self.compressed, self.compiled)
                 if self.elastic:
                     case = _longer(case)
                 if self._may_run(case):

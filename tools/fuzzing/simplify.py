@@ -49,18 +49,8 @@ def _simpler(case: Case) -> Iterator[Case]:
     yield change(place=Place(workers=place.workers, devices=1, pservers=place.pservers))
     yield from (change(place=each) for each in _with_defaults(place) if each.pservers or each.workers == 1)
     yield from (change(actions=_replaced(case.actions, n, each)) for n, each in _simpler_actions(case))
-    for name in (
-        "metrics",
-        "weighted_metrics",
-        "loss",
-        "reduction",
-        "steps_per_execution",
-        "eager",
-        "reordered",
-        "step",
-        "start",
-        "op_determinism",
-    ):
+    others = "reduction", "steps_per_execution", "eager", "jit_compile", "reordered", "start", "op_determinism"
+    for name in (*_SIMPLE, *others):
         yield from _with_default(case, name)
     yield from (change(optimizer=each) for each in _with_defaults(case.optimizer))
     yield from (change(network=each) for each in _with_defaults(case.network))

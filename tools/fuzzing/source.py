@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.fuzzing import classes, prelude
+from tools.fuzzing import classes, layers, prelude
 from tools.fuzzing.actions import action_lines, custom_objects
 from tools.fuzzing.cases import Case, Network
 from tools.fuzzing.expressions import LOSSES, METRICS, OTHER_LOSSES, loss_of, optimizer
-from tools.fuzzing.layers import (
-    EMBEDDINGS,
-    IMAGES,
-    RAGGED,
-    RAGGED_BOXES,
-    SEQUENCES,
-    SPARSE,
-    STATES,
-    TABLES,
-    UNIQUE,
-    VECTORS,
-)
 
 LAYERS = {
     "AddLoss": prelude.ADD_LOSS,
@@ -173,8 +161,8 @@ def _model(case: Case) -> str:
     rank = {"features": 1, "image": 3, "words": 0, "sequence": 2, "sparse": -1, "ragged": -2, "boxes": -3}[
         network.input
     ]
-    tables = {0: {**EMBEDDINGS, **TABLES, **UNIQUE}, 1: {**VECTORS, **STATES}, 2: SEQUENCES, 3: IMAGES}
-    tables |= {-1: SPARSE, -2: RAGGED, -3: RAGGED_BOXES}
+    tables = {-3: layers.RAGGED_BOXES, -2: layers.RAGGED, -1: layers.SPARSE, 2: layers.SEQUENCES, 3: layers.IMAGES}
+    tables |= {0: {**layers.EMBEDDINGS, **layers.TABLES, **layers.UNIQUE}, 1: {**layers.VECTORS, **layers.STATES}}
     for number, layer in enumerate(network.layers):
         text, rank = tables[rank][layer]
         lines += [f"    {line.replace('NUMBER', str(number))}" for line in text.splitlines()]
@@ -217,7 +205,7 @@ def _model(case: Case) -> str:
         options.append(f"steps_per_execution={case.steps_per_execution}")
     if case.eager:
         options.append("run_eagerly=True")
-    options.append("jit_compile=False")
+    options.append(f"jit_compile={case.jit_compile}")
     lines.append("    model.compile(")
     lines += [f"        {option}," for option in options]
     lines.append("    )")
