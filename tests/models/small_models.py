@@ -20,6 +20,7 @@ L: Library = keras.layers
 ROWS, BATCH = 36, 5
 OPTIONS: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 WORDS, LENGTH = 20, 8
+JIT_COMPILE = False  # of all models; test_xla.py sets it
 
 
 def drawn(seed: int = 0) -> np.random.Generator:
@@ -44,7 +45,7 @@ def part(values: Structure, rows: int = 11) -> Structure:
 
 def compiled(model: Model, loss: Value = None, learning_rate: float = 0.02) -> Model:
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(learning_rate, momentum=0.9), loss, metrics=[], jit_compile=False)
+    model.compile(keras.optimizers.SGD(learning_rate, momentum=0.9), loss, metrics=[], jit_compile=JIT_COMPILE)
     return model
 
 
@@ -384,7 +385,7 @@ def retinanet(job: Job) -> Results:
         for layer in encoder.layers:
             if isinstance(layer, L.BatchNormalization):
                 layer.trainable = False  # it would normalize a replica's own rows
-        model.compile(keras.optimizers.SGD(0.01), jit_compile=False)
+        model.compile(keras.optimizers.SGD(0.01), jit_compile=JIT_COMPILE)
     fit = model.fit(images, {"boxes": boxes, "labels": kinds}, batch_size=4, shuffle=False, epochs=2, verbose=0)
     return {**weights(model), **history(fit)}
 
@@ -408,7 +409,7 @@ def two_towers(job: Job) -> Results:
             keras.optimizers.Adagrad(0.1),
             keras_rs.losses.PairwiseLogisticLoss(),
             metrics=[keras_rs.metrics.MeanReciprocalRank(), keras_rs.metrics.NDCG(k=3)],
-            jit_compile=False,
+            jit_compile=JIT_COMPILE,
         )
         return model
 
@@ -505,7 +506,7 @@ def retrieval(job: Job) -> Results:
     x = {"user": words(1, 1)[:, 0], "film": words(2, 1)[:, 0]}
     with job.scope():
         model = Towers()
-        model.compile(keras.optimizers.Adagrad(0.1), jit_compile=False)
+        model.compile(keras.optimizers.Adagrad(0.1), jit_compile=JIT_COMPILE)
     fit = model.fit(tf.data.Dataset.from_tensor_slices((x,)).batch(BATCH), epochs=2, verbose=0)
     found = model.predict(x, batch_size=BATCH, verbose=0)
     return roughly({**weights(model), **history(fit), "best": found["best"]})

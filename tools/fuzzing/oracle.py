@@ -214,6 +214,12 @@ RULES = (
         refused=("mean over rows", "mean over the rows", "aggregation="),
     ),
     Rule(
+        "states that are no means over rows, eagerly",
+        lambda case: _several(case) and _uses(case, *NO_MEANS) and _eager(case),
+        "eager steps cannot tell (docs/semantics.md)",
+        NOTHING,
+    ),
+    Rule(
         "metrics of parts of batches",
         lambda case: _several(case) and "part of the batch" in case.metrics,
         "a function that returns one number for a batch has not said how numbers of two parts are combined",

@@ -263,7 +263,7 @@ def _strategies(case: Case, reference: str, update: str) -> str:
     if update != "worker":
         settings.append(f'update="{update}"')
     if place.slices == "small slices":
-        settings.append("slice_bytes=64, window_bytes=128")
+        settings.append("slice_bytes=64, window_bytes=128, xla_part_bytes=64")
     if place.staging != 2:
         settings.append(f"staging_depth={place.staging}")
     if place.deterministic:
