@@ -19,7 +19,7 @@ import tfps
 from tfps.types import Argument, Callback, Model
 
 SAME = 1e-6  # of the largest weight
-# This makes 2e-3 of a rounding of its first weights in plain Keras alone: that times this is the limit.
+# This makes 8e-5 of a rounding of its first weights in plain Keras alone: that times this is the limit.
 GROWING = {"retinanet": 10.0}
 # These make anything of it (0.2): batch normalization, where pictures have come down to one point.
 WITHOUT = {"mobilenet", "efficientnet", "densenet", "nasnet", "efficientnet_v2"}
