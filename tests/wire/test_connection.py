@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import jobs
 import numpy as np
@@ -22,6 +21,7 @@ from receivers import Taking
 from tfps.errors import ConnectError, ProtocolError, TfpsError, WorkerLostError
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
+from tfps.types import Argument
 from tfps.wire import frames
 from tfps.wire.connection import (
     CHEAP_PART_BYTES,
@@ -221,7 +221,7 @@ def test_parts_of_any_size_and_order_become_the_frames_that_they_are(
     assert sorted((header.bucket, payload) for header, payload in taking.got) == list(enumerate(payloads))
 
 
-BAD_CALLS: dict[str, tuple[Any, ...]] = {
+BAD_CALLS: dict[str, tuple[Argument, ...]] = {
     "a part beyond its frame": ("receive", bytearray(encode_part(END, 8, 4, 5)), bytearray(8)),
     "memory of another size": ("receive", bytearray(encode_part(END, 8, 4, 4)), bytearray(9)),
     "no header to receive": ("receive", bytearray(8), bytearray(8)),
