@@ -1,6 +1,7 @@
 # A pserver, without TensorFlow. In the root of the repository:
 #   docker build -f deploy/docker/pserver.Dockerfile -t tfps-pserver .
-FROM python:3.12-slim-bookworm AS build
+# Not slim: with a C compiler.
+FROM python:3.12-bookworm AS build
 WORKDIR /src
 COPY setup.py pyproject.toml README.md constraints.txt ./
 COPY tfps tfps

@@ -4,7 +4,8 @@
 # A training program is one more layer:
 #   FROM tfps-worker
 #   COPY train.py .
-FROM python:3.12-slim-bookworm AS build
+# Not slim: with a C compiler.
+FROM python:3.12-bookworm AS build
 ARG EXTRAS=cpu,metrics
 ARG MORE=
 WORKDIR /src
