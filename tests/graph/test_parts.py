@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfps.graph import kernels
 from tfps.graph.ops import before, in_order
 from tfps.graph.parts import NAME, Parts, Traced
 from tfps.types import Argument, Structure, Value
@@ -128,6 +129,32 @@ def test_what_returns_as_many_values_as_data_says_stays_until_its_size_is_known(
     unknown = tf.function(compiled.python_function, autograph=False, input_signature=[tf.TensorSpec([None, 4])])
     for rows in (6, 8):
         np.testing.assert_allclose(unknown(random(rows, 4)), function(random(rows, 4)), rtol=1e-5)
+
+
+def padded(x: Value, unknown: bool) -> Value:
+    by = [[0, 0], [1, 1]]
+    return tf.pad(x, tf.cast(tf.reduce_max(x[:, :2], 0) > 9, tf.int32)[:, None] + by if unknown else by)
+
+
+def chosen(x: Value, unknown: bool) -> Value:
+    few = tf.cast(tf.reduce_sum(x) * 0, tf.int32) + 2
+    boxes = [x, x[:, 0], few, 0.5, 0.0]
+    return tf.raw_ops.NonMaxSuppressionV4(
+        **dict(zip(("boxes", "scores", "max_output_size", "iou_threshold", "score_threshold"), boxes, strict=True)),
+        pad_to_max_output_size=not unknown,
+    )[0]
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False)], ids=str)
+@pytest.mark.parametrize("op", [padded, chosen], ids=("constant input", "attribute"))
+def test_whether_data_decides_about_sizes_is_asked_for_each_op_in_any_order(
+    op: Callable[[Value, bool], Value], order: tuple[bool, bool]
+) -> None:
+    kernels._found.clear()
+    for unknown in order:
+        with tf.Graph().as_default():
+            made = op(tf.compat.v1.placeholder(tf.float32, [None, 4]), unknown).op
+            assert kernels.is_sized_by_values(made, made.node_def) == unknown
 
 
 def test_control_edges_into_and_out_of_a_part_hold() -> None:

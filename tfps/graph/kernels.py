@@ -6,15 +6,19 @@ Tested in tests/graph/test_parts.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import tensorflow as tf
 
 from tfps.graph.tf_private import is_stateful, registered_kernels
-from tfps.types import Value
+from tfps.types import Array, Value
 
 _HELD = (tf.resource, tf.variant, tf.string)  # what a compiled function cannot take or return
 _ANY_SIZE = 3  # in place of a size that is not known
+_FEW = 64  # values: more are no sizes
 _ROWS = 2**16  # bytes: larger constants are not made again in each part
 
 
@@ -84,30 +88,51 @@ def is_sized_by_values(op: tf.Operation, node: tf.compat.v1.NodeDef) -> bool:
     """
     if all(each.shape.is_fully_defined() for each in op.outputs):
         return False
-    key = op.type, tuple((each.dtype, each.shape.rank) for each in op.inputs)
+    if not op.inputs or any(each.shape.rank is None for each in op.inputs):
+        return False
+    inputs = [_like(each) for each in op.inputs]
+    attributes = {name: value for name, value in node.attr.items() if not name.startswith("_")}
+    said = sorted((name, value.SerializeToString(deterministic=True)) for name, value in attributes.items())
+    key = op.type, tuple(said), tuple(each.key for each in inputs)  # all that the rule gets
     if key not in _found:
-        _found[key] = _is_sized_by_values(op, node)
+        _found[key] = _is_sized_by_values(op, attributes, inputs)
     return _found[key]
 
 
-def _is_sized_by_values(op: tf.Operation, node: tf.compat.v1.NodeDef) -> bool:
-    if not op.inputs or any(each.shape.rank is None for each in op.inputs):
-        return False
+def _is_sized_by_values(op: tf.Operation, attributes: Mapping[str, Value], inputs: Sequence[_Like]) -> bool:
     with tf.Graph().as_default() as graph, tf.device(None):
-        inputs = [_like(each) for each in op.inputs]
-        attributes = {name: value for name, value in node.attr.items() if not name.startswith("_")}
+        given = [each.make() for each in inputs]
         try:
-            made = graph.create_op(op.type, inputs, [each.dtype for each in op.outputs], attrs=attributes)
+            result = graph.create_op(op.type, given, [each.dtype for each in op.outputs], attrs=attributes)
         except (ValueError, TypeError, tf.errors.OpError):
             return False
-    return not all(each.shape.is_fully_defined() for each in made.outputs)
+    return not all(each.shape.is_fully_defined() for each in result.outputs)
 
 
-def _like(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor of known size in place of `tensor`; small whole numbers, which may be sizes, have a known value, too."""
-    if (value := tf.get_static_value(tensor)) is not None:
-        return tf.constant(value, tensor.dtype)
-    shape: Sequence[int] = [_ANY_SIZE if size is None else size for size in tensor.shape]
-    if tensor.dtype.is_integer and len(shape) <= 1:
-        return tf.ones(shape, tensor.dtype)
-    return tf.compat.v1.placeholder(tensor.dtype, shape)
+@dataclass(frozen=True)
+class _Like:
+    """A tensor of known size that stands for one of a graph."""
+
+    dtype: tf.DType
+    shape: Sequence[int]
+    value: Array | None  # if it is known
+
+    @property
+    def key(self) -> Hashable:
+        return self.dtype, self.shape, None if self.value is None else self.value.tobytes()
+
+    def make(self) -> tf.Tensor:
+        if self.value is not None:
+            return tf.constant(self.value, self.dtype)
+        return tf.compat.v1.placeholder(self.dtype, self.shape)
+
+
+def _like(tensor: tf.Tensor) -> _Like:
+    """What stands for `tensor`. Few numbers may be sizes: they have their value; unknown whole ones are 1."""
+    shape = tuple(_ANY_SIZE if size is None else size for size in tensor.shape)
+    if tensor.dtype in _HELD or len(shape) > 2 or math.prod(shape) > _FEW:
+        return _Like(tensor.dtype, shape, None)
+    value = tf.get_static_value(tensor)
+    if value is None and tensor.dtype.is_integer and len(shape) <= 1:
+        value = np.ones(shape, tensor.dtype.as_numpy_dtype)
+    return _Like(tensor.dtype, shape, None if value is None else np.asarray(value))
