@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import processes
 import pytest
 from test_programs import PROGRAMS, Results, check, run
 
@@ -34,3 +36,13 @@ def test_two_workers_do_what_plain_keras_does_in_more_programs(module: str, tmp_
     results = run([(module, name) for name in LONG[module]], tmp_path, more=XLA)
     for name in LONG[module]:
         check(name, results, ROUNDING)
+
+
+@pytest.mark.long
+def test_who_waits_for_a_rank_that_compiles_says_so() -> None:
+    with processes.pservers(2, 2) as addresses, processes.started("compiling.py", addresses, 2, [[], []]) as running:
+        first, second = processes.outputs(running)
+    assert ("sizes 1" in first, "sizes 2" in second) == (True, True)
+    line = r"tfps: waits for rank 1 \(\S+\), which compiles; \d+ s so far, step {} of "
+    assert re.search(line.format(2), first), first
+    assert not re.search(line.format(3), first), "it was over"

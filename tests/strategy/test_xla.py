@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from training import compiled
 
 import tfps
 from tfps.types import Argument, Array, Options, Structure, Value
-from tfps.updates.compiled import _warn_of_sizes
+from tfps.updates.compiled import _say_once, _warn_of_sizes
 
 PARTS = tfps.Config(xla_part_bytes=8192)
 UNITS, CLASSES = 16, 10
@@ -361,8 +362,12 @@ def test_the_report_knows_parts_and_sizes_of_batches_and_the_second_size_is_warn
     _warn_of_sizes.cache_clear()
     warning = "batches of different sizes on this worker"
     with caplog.at_level(logging.INFO, "tfps"):
+        began_s = time.monotonic()
         model = train(in_parts, mlp, rows=128)
+        model.get_weights()
         assert warning not in caplog.text
+        first_s = in_parts.report().xla_compile_s
+        assert 0.0 < first_s < time.monotonic() - began_s
         x, y = data(48)
         model.fit(x, y, batch_size=32, verbose=0)
         model.fit(x, y, batch_size=32, verbose=0)
@@ -372,7 +377,68 @@ def test_the_report_knows_parts_and_sizes_of_batches_and_the_second_size_is_warn
     model.evaluate(x, y, verbose=0)  # its step has the same name
     report = in_parts.report()
     assert (report.xla_parts, report.xla_sizes) == (parts_of(in_parts), 2)
+    assert report.xla_compile_s > first_s
     assert f"XLA compiles a step in {report.xla_parts} parts, for 2 sizes of batches" in str(report)
+
+
+def test_sizes_of_single_batches_are_counted_and_warned_of(
+    in_parts: tfps.Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_sizes.cache_clear()
+    with in_parts.scope():
+        model = training_of_one_layer()
+    x = np.ones((8, UNITS), "float32")
+    with caplog.at_level(logging.WARNING, "tfps"):
+        for rows, warned in ((8, False), (8, False), (4, True)):
+            model.train_on_batch(x[:rows], x[:rows])
+            model.get_weights()
+            assert ("batches of different sizes" in caplog.text) == warned
+    assert in_parts.extended.compiled.made[-1].sizes == 2
+
+
+def training_of_one_layer() -> keras.Model:
+    model = keras.Sequential([keras.Input((UNITS,)), keras.layers.Dense(UNITS, "gelu")])
+    model.compile("sgd", "mse", jit_compile=True)
+    return model
+
+
+class IsAFunction(OwnStep):
+    train_step = tf.function(OwnStep.train_step, autograph=False)
+
+
+class CallsAFunction(OwnStep):
+    inner = tf.function(OwnStep.train_step, autograph=False)
+
+    def train_step(self, batch: Structure) -> Structure:
+        return self.inner(batch)
+
+
+@pytest.mark.parametrize("kind", [IsAFunction, CallsAFunction])
+def test_a_train_step_may_be_a_function_of_tensorflow_but_what_it_calls_must_not_which_is_warned_of(
+    in_parts: tfps.Strategy, caplog: pytest.LogCaptureFixture, kind: type[OwnStep]
+) -> None:
+    def build() -> keras.Model:
+        inputs = keras.Input((UNITS,))
+        return kind(inputs, keras.layers.Dense(CLASSES)(keras.layers.Dense(UNITS, "gelu")(inputs)))
+
+    _say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "tfps"):
+        own = train(in_parts, build, metrics=None, rows=32)
+    compiles = kind is IsAFunction
+    assert [len(each.parts) > 0 for each in in_parts.extended.compiled.made] == [compiles]
+    assert ("take the tf.function from what a train_step calls" in caplog.text) != compiles
+    assert difference(own, train(None, build, metrics=None, rows=32, jit_compile=compiles)) < 1e-6
+
+
+def test_after_close_a_model_predicts_batches_of_any_size() -> None:
+    strategy = tfps.Strategy(config=PARTS)
+    with strategy.scope():
+        model = mlp()
+        model.compile("sgd", "mse", jit_compile=True)
+    x, _ = data(12)
+    expected = model.predict(x, batch_size=8, verbose=0)
+    strategy.close()
+    np.testing.assert_allclose(model.predict(x, batch_size=7, verbose=0), expected, atol=1e-5)
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from jobs import Cluster, Failed, RawWorker, attempt, bucket, poll, push, summed
 from tfps.config import Config
 from tfps.errors import OF_JOB, TfpsError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
+from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import CapturedView
 from tfps.trace.capture_file import read, write_chrome
 from tfps.types import Array
@@ -121,6 +122,18 @@ def test_a_capture_says_who_was_lost_meanwhile_and_what_counted(
     # What pservers know of the lost worker is there, too.
     assert [process.name for process in capture.processes] == ["worker 0", "worker 1", "worker 2", "pserver 0"]
     assert "the capture lacks the records of rank 1" in caplog.text
+
+
+def test_what_a_lost_rank_said_that_it_does_is_not_said_of_who_comes_in_its_place(cluster: Cluster, lost: Job) -> None:
+    roster = lost.server._job._state.roster
+    for what, said in ((1, "compiles"), (99, ""), (1, "compiles")):  # 99: of a later version
+        request = pb.BusyRequest(incarnation=lost.doomed.incarnation, rank=1, what=what)
+        lost.doomed.pserver.call("Busy", request, jobs.DEADLINE_S)
+        assert roster.members[1].busy == said
+    lost.die()
+    assert 1 not in roster.members
+    cluster.raw(lost.server.address, 1, config=GOES_ON)
+    assert roster.members[1].busy == ""
 
 
 def test_a_rank_that_is_lost_again_lacks_something_else() -> None:

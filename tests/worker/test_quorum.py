@@ -13,6 +13,7 @@ from jobs import Cluster, Pending, declare, poll, summed
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import MEAN, StepScalars, UpdateSpec
 from tfps.types import Argument, Array
+from tfps.worker import client
 from tfps.worker.worker import Worker
 
 ITEMS = 512  # in two slices
@@ -122,7 +123,7 @@ def test_all_are_waited_for_while_they_bring_what_their_programs_have_assigned(c
     first, second, late = begin(cluster, **QUORUM)
     told = Told(late)
     pending = [pushed(first, 1.0, mark=7), pushed(second, 1.0, mark=7)]
-    poll(lambda: len(first.client.others(first.client._missing(first._pservers[0], 60.0, bucket=0))) == 1)
+    poll(lambda: len(client._others(0, first.client._missing(first._pservers[0], 60.0, bucket=0))) == 1)
     pending.append(pushed(late, 1.0, mark=7))
     for each in pending:
         each.wait()

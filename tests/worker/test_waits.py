@@ -18,6 +18,7 @@ import pytest
 from jobs import Cluster
 
 from tfps.exchange.interface import BucketSpec
+from tfps.pserver import server
 from tfps.worker import client
 from tfps.worker.client import saying
 
@@ -168,4 +169,28 @@ def test_a_quick_block_says_nothing_and_a_failing_question_breaks_nothing(
     monkeypatch.setattr(client, "PATIENCE_S", 0.01)
     with saying(whom):
         assert asked.wait(jobs.DEADLINE_S)
+    assert said == []
+
+
+def test_a_rank_that_compiles_is_named_so_as_long_as_it_does(cluster: Cluster, said: list[str]) -> None:
+    address = cluster.pserver(2).address
+    workers = cluster.workers([address], 2)
+    jobs.together(*(functools.partial(worker.declare, [SPEC]) for worker in workers))
+    pending, rank_1 = jobs.push(workers[0], 0, ONES), f"tfps: waits for rank 1 ({ME})"
+    workers[1].peers.tell_compiling(True)
+    jobs.poll(lambda: any(line.startswith(f"{rank_1}, which compiles; ") for line in said))
+    told = len(said)
+    workers[1].peers.tell_compiling(False)
+    jobs.poll(lambda: any(line.startswith(f"{rank_1}; ") for line in said[told:]))
+    jobs.push(workers[1], 0, ONES).wait()
+    pending.wait()
+
+
+def test_an_older_pserver_is_told_nothing_and_nothing_fails(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.delitem(server._JOB_CALLS, "Busy")
+    (worker,) = jobs.job(cluster, 1, SPEC)
+    worker.peers.tell_compiling(True)
+    jobs.push(worker, 0, ONES).wait()
     assert said == []

@@ -238,6 +238,9 @@ class Peers(Protocol):
     def extend_deadline(self, bucket: int) -> None:
         """Lets the deadline of the outstanding push of `bucket`, if any, begin anew."""
 
+    def tell_compiling(self, now: bool) -> None:
+        """Has those who wait for this rank say that it compiles, as long as it is so `now`."""
+
 
 class Joining(Protocol):
     """How a worker joins a job under way (a **joining worker**, until it takes part), and how the others let it."""

@@ -66,6 +66,7 @@ class Parts:
         compiled = [compilable(op, node) for op, node in zip(self._ops, self._nodes, strict=True)]
         composites = [each for each in tf.nest.flatten(traced.arguments) if not isinstance(each, tf.Tensor)]
         self._varying = {id(each) for each in tf.nest.flatten(composites, expand_composites=True)}
+        self.sized = self._sized(traced.arguments)  # what the step takes: XLA compiles its parts for their sizes
         self._fixed, unsized = self._sort(compiled)
         self.unsized = [op for op, is_one, can in zip(self._ops, unsized, compiled, strict=True) if is_one and can]
         self._can = [can and not is_one for can, is_one in zip(compiled, unsized, strict=True)]
@@ -90,6 +91,19 @@ class Parts:
             return found
 
         return tf.nest.map_structure(now, structure, expand_composites=True)
+
+    def _sized(self, arguments: Structure) -> list[tf.Tensor]:
+        flat = [each for each in tf.nest.flatten(arguments, expand_composites=True) if tf.is_symbolic_tensor(each)]
+        given = {id(each) for each in flat}
+        flat += [each for op in self._ops for each in op.inputs if each.op not in self._place]
+        flat += [op.outputs[0] for op in self._ops if op.type == "Placeholder"]  # captured from around the graph
+        found = {id(each): each for each in flat if each.graph is self._graph}
+        return [
+            each
+            for key, each in found.items()
+            if each.dtype not in (tf.resource, tf.variant) and each.shape.rank is not None and key not in self._varying
+            if key in given or not each.shape.is_fully_defined()
+        ]
 
     # What stays, and what is made again in each part.
 

@@ -98,9 +98,7 @@ class Staging:
         self.spans, self.workers = runtime.spans, runtime.exchange.view.workers
         self.changes = last_batch is not None and last_batch.changes  # whether the number of workers may change
         self.closed, self.check_every = False, check_every
-        # Called with each group of batches that is staged.
-        self.prefetch: Callable[[Sequence[Structure]], object] = lambda batches: None
-        self.note_batches: Callable[[Sequence[Structure]], object] = lambda batches: None
+        self.prefetch: Callable[[Sequence[Structure]], object] = lambda batches: None  # called with each group staged
         # Strategies of one runtime share it: they announce batches in one order.
         self.agreement: BatchAgreement | None = None
         if self.workers > 1 and together:
@@ -318,7 +316,6 @@ class Feed:
                             rows[0] = self.sizes(position)
                         self._stage.put(key, batches)
                         staging.prefetch(batches)
-                        staging.note_batches(batches)
                         if staging.spans.recorder.enabled:
                             staging.spans.staged(begin, batches)
                         self._digest_of[key] = digest

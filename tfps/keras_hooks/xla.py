@@ -54,11 +54,9 @@ def _compile_from_config(original: Function, model: Model, config: Structure) ->
 @contextlib.contextmanager
 def made_without_xla(model: Model) -> Iterator[bool | None]:
     """In the block Keras makes functions of a `model` of tfps without XLA; yields what it has asked for."""
-    strategy = strategy_of(model)
-    if strategy is None or not model.jit_compile:
+    if strategy_of(model) is None or not model.jit_compile:
         yield False if model in _declining else None
         return
-    strategy.extended.compiled.sizes.expected = True
     with without_jit(model):
         yield True
 

@@ -113,6 +113,7 @@ class Member:
     ready: int = 0  # of a joining worker: the training that it may be admitted to
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
     reason: str = ""  # why it has left, if it said so
+    busy: str = ""  # what it does that others may wait for, if it said so
     trial: Trial | None = None  # it was let in to a job under way, and has not taken a step yet
 
     def __str__(self) -> str:

@@ -79,6 +79,22 @@ class BucketReport(_message.Message):
     step: int
     def __init__(self, step: _Optional[int] = ..., last: _Optional[_Iterable[int]] = ..., snapshots: _Optional[_Iterable[_Union[Snapshot, _Mapping]]] = ..., latest: _Optional[_Union[Latest, _Mapping]] = ...) -> None: ...
 
+class BusyReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class BusyRequest(_message.Message):
+    __slots__ = ["incarnation", "rank", "what"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    rank: int
+    what: int
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., what: _Optional[int] = ...) -> None: ...
+
 class ClockReply(_message.Message):
     __slots__ = ["failure", "time_ns", "wall_ns"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]

@@ -20,6 +20,8 @@ from tfps.wire import frames
 from tfps.wire.frames import EMPTY, LOOKUP, Header, Kind
 from tfps.wire.shared_memory import Place, Target
 
+_BUSY = {1: "compiles"}  # by number on the wire
+
 
 class Rounds:
     """Any thread. Calls raise the job's failure."""
@@ -138,7 +140,15 @@ class Rounds:
         """The ranks whose push of a slice of `bucket` others wait for, as rank `asking` does."""
         with self._state.changed:
             ranks = {rank for item in self.bucket(bucket).slices.values() for rank in item.missing(asking)}
-            return [self._state.roster.describe(rank) for rank in sorted(ranks)]
+            roster = self._state.roster
+            busy = {rank: f", which {member.busy}" for rank, member in roster.members.items() if member.busy}
+            return [f"{roster.describe(rank)}{busy.get(rank, '')}" for rank in sorted(ranks)]
+
+    def note_busy(self, rank: int, what: int) -> None:
+        """Notes what `rank` does that others may wait for; see BusyRequest."""
+        with self._state.changed:
+            if (member := self._state.roster.members.get(rank)) is not None:
+                member.busy = _BUSY.get(what, "")
 
     def quiesce(self, rank: int) -> None:
         """`rank` pushes nothing more before all are quiesced; see RestRequest."""

@@ -501,6 +501,7 @@ _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
         if request.declaration
         else job.rounds.missing(request.bucket, request.rank)
     },
+    "Busy": lambda job, request: job.rounds.note_busy(request.rank, request.what),
     "Put": _put,
     "Get": _get,
     "SaveRows": _save_rows,

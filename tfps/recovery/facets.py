@@ -130,3 +130,6 @@ class ElasticPeers:
 
     def extend_deadline(self, bucket: int) -> None:
         self._core.worker.peers.extend_deadline(bucket)
+
+    def tell_compiling(self, now: bool) -> None:
+        self._core.worker.peers.tell_compiling(now)

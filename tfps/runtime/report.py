@@ -129,7 +129,9 @@ class Report:
         one_host: whether all pservers are reached through shared memory, or are in this process: there is no network.
         skipped_steps: how many steps were not applied so far (`Config.on_nonfinite`), not only of the last ones.
         xla_parts: how many parts of a step XLA compiles (docs/xla.md); times are then of parts, not of layers.
-        xla_sizes: for how many sizes of batches each was compiled, as far as is known.
+        xla_sizes: for how many sizes of batches each was compiled.
+        xla_compile_s: how long parts took, together, at their first run with each size: XLA compiles then, or reads its
+            cache, and the run itself, which is in it, is short.
         layers: the profile of the model, in forward order, without tables.
         tables: what a step exchanges of each table.
         slice_bytes, window_bytes: current sizes; 0 without pservers.
@@ -160,6 +162,7 @@ class Report:
     tables: tuple[TableRows, ...] = ()
     xla_parts: int = 0
     xla_sizes: int = 0
+    xla_compile_s: float = 0.0
 
     def __str__(self) -> str:
         parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
@@ -188,7 +191,8 @@ class Report:
                 lines.append(f"with {estimate}, but other results (docs/modes.md)")
         if self.xla_parts:
             sizes = f", for {self.xla_sizes} sizes of batches" if self.xla_sizes > 1 else ""
-            lines.append(f"XLA compiles a step in {self.xla_parts} part{'s' * (self.xla_parts > 1)}{sizes}")
+            parts = f"{self.xla_parts} part{'s' * (self.xla_parts > 1)}"
+            lines.append(f"XLA compiles a step in {parts}{sizes}, which took {_ms(self.xla_compile_s)}")
         if self.skipped_steps:
             lines.append(f"steps skipped because of gradients that were not finite: {self.skipped_steps} so far")
         helped = self.without_schedule_s / self.step_s

@@ -118,7 +118,6 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.policy.attach(strategy)
         if self.staging is not None:
             self.staging.prefetch = functools.partial(prefetch, weakref.ref(strategy))
-            self.staging.note_batches = self.compiled.sizes.note
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()

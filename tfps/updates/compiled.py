@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ import tensorflow as tf
 from tfps.config import Config
 from tfps.errors import UnsupportedError
 from tfps.graph.cut import group
+from tfps.graph.first_runs import watch
 from tfps.graph.ops import computed_from, outside, place_of
 from tfps.graph.parts import Part, Parts, Traced
-from tfps.graph.rows import rows_of
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.xla import asked_by_keras
+from tfps.runtime.first_runs import Compiling, FirstRuns
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
 from tfps.types import Structure
@@ -43,27 +43,13 @@ class CompiledFunction:
     groups: int  # of variables, in forward order
     cut_s: float  # what tracing took longer
     trains: bool  # whether it updates variables by gradients
+    runs: FirstRuns  # when XLA compiled it, and for which sizes
+    traces: Sequence[FirstRuns]  # of this and earlier graphs of the same function
 
-
-class BatchSizes:
-    """Notes how many rows batches have that are staged: XLA compiles a step for each size. Knows no strategy."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.expected = False  # whether a model is to be compiled
-        self.seen: list[int] = []  # in the order of their first batch
-        self._lock = threading.Lock()  # several threads may stage batches
-
-    def note(self, batches: Sequence[Structure]) -> None:
-        """Notes a group of batches that will come to the local replicas."""
-        if self._config.xla == "off" or not (self.expected or self._config.xla == "on"):
-            return
-        sizes = {int(rows) for batch in batches if (rows := rows_of(batch)) is not None}
-        with self._lock:
-            new = [each for each in sizes if each > 0 and each not in self.seen]
-            self.seen += new
-        if new and len(self.seen) > 1:
-            _warn_of_sizes()
+    @property
+    def sizes(self) -> int:
+        """For how many sizes it was compiled."""
+        return len({each for runs in self.traces for each in runs.sizes})
 
 
 class CompiledSteps:
@@ -71,14 +57,18 @@ class CompiledSteps:
 
     def __init__(self, scheduler: UpdateScheduler, runtime: Runtime, config: Config, devices: Sequence[str]) -> None:
         self._scheduler, self._config, self._devices = scheduler, config, devices
-        self.sizes = BatchSizes(config)
+        self._runtime = runtime
+        self._compiling = Compiling(runtime.exchange.peers.tell_compiling, config.step_timeout_s)
         self._alone = runtime.exchange.info.embedded
         self.made: list[CompiledFunction] = []
 
     def in_report(self, report: Report) -> Report:
         """Adds what XLA compiles of a training step to `report`."""
-        parts = next((len(each.parts) for each in reversed(self.made) if each.trains), 0)
-        return dataclasses.replace(report, xla_parts=parts, xla_sizes=len(self.sizes.seen) if parts else 0)
+        made = next((each for each in reversed(self.made) if each.trains and each.parts), None)
+        if made is None:
+            return report
+        seconds = sum(runs.seconds for runs in made.traces)
+        return dataclasses.replace(report, xla_parts=len(made.parts), xla_sizes=made.sizes, xla_compile_s=seconds)
 
     def wanted(self, *, eagerly: bool) -> bool:
         """Whether the replica function that is about to be traced is to be compiled.
@@ -129,14 +119,21 @@ class CompiledSteps:
             traced = self._with_groups(traced, sent)
         parts = Parts(traced, self._devices[0])
         self._say_what_stays(traced, parts)
-        made = CompiledFunction(graph.name, parts.parts, traced.groups, time.perf_counter() - began, bool(sent))
-        # Keras' steps of training and of evaluation have one name.
-        others = [each for each in self.made if (each.function, each.trains) != (made.function, made.trains)]
-        self.made = [*others, made]
+        runs = FirstRuns(self._compiling, lambda: _warn_of_sizes() if made.trains and made.sizes > 1 else None)
+        if parts.parts:
+            self._runtime.adopt(runs, graph)
+            runs.last = watch(parts.parts, parts.sized, self._runtime.queue, runs.id)
+        key = graph.name, bool(sent)  # Keras' steps of training and of evaluation have one name
+        before = [each for each in self.made if (each.function, each.trains) == key]
+        traces = [*(runs for each in before for runs in each.traces), runs]
+        made = CompiledFunction(
+            graph.name, parts.parts, traced.groups, time.perf_counter() - began, key[1], runs, traces
+        )
+        self.made = [*(each for each in self.made if each not in before), made]
         if not parts.parts:
             _say_once(
-                f"XLA compiles nothing of {graph.name}: it has few ops itself, or they are in functions that it calls; "
-                "a train_step must not be a tf.function"
+                f"XLA compiles nothing of {graph.name}: it has few ops itself, or they are in functions that it calls: "
+                "take the tf.function from what a train_step calls"
             )
         logger.info(
             "tfps: XLA compiles %s in %d part%s (cut in %.1f s), at its first run",

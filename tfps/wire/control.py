@@ -87,7 +87,7 @@ CHANNEL_OPTIONS = [
 _LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 128 * 1024
 
 _UNARY = (
-    *("Join", "Declare", "Put", "Get", "Rest", "Take", "Waiting", "Tune"),
+    *("Join", "Declare", "Put", "Get", "Rest", "Take", "Waiting", "Busy", "Tune"),
     *("Trace", "Clock", "Upload", "Collect", "Status", "Probe", "Leave"),
     *("Declared", "Ready", "Admit", "Regroup", "Offer", "SaveRows", "RestoreRows", "PutRows"),
 )

@@ -181,7 +181,7 @@ class PserverClient:
 
     def _not_declared(self, pserver: Pserver) -> str:
         try:
-            missing = self.others(self._missing(pserver, _ASK_TIMEOUT_S, declaration=True))
+            missing = _others(self.membership.rank, self._missing(pserver, _ASK_TIMEOUT_S, declaration=True))
         except TfpsError as error:
             return str(error)
         what = "declare the same variables" if self.declarations else "join"
@@ -269,13 +269,19 @@ class PserverClient:
         self._failures.check()
         owner = self.pservers[declared(self._buckets, bucket).cutting.owners[0]]  # all slices are pushed together
         missing = self._missing(owner, self._config.step_timeout_s, bucket=bucket)
-        return len(self.others(missing)) < len(missing)
+        return len(_others(self.membership.rank, missing)) < len(missing)
 
     def extend_deadline(self, bucket: int) -> None:
         target = declared(self._buckets, bucket)
         with target.lock:
             if target.current is not None:
                 target.current.started_s = time.monotonic()
+
+    def tell_compiling(self, now: bool) -> None:
+        self._failures.check()
+        for pserver in self.pservers:
+            with contextlib.suppress(TfpsError):  # an older one does not know this call: a log line must fail no job
+                pserver.call("Busy", pb.BusyRequest(**self.me, what=int(now)), _ASK_TIMEOUT_S)
 
     def holdups(self, number: int, push: Push) -> dict[str, list[str] | TfpsError]:
         """The ranks that those pservers wait for that still owe replies to `push`, or why one does not answer."""
@@ -288,10 +294,6 @@ class PserverClient:
             except TfpsError as error:
                 answers[pserver.address] = error
         return answers
-
-    def others(self, ranks: Sequence[str]) -> list[str]:
-        """`ranks` as pservers name them without this worker, whose message may still be in flight."""
-        return [rank for rank in ranks if not rank.startswith(f"rank {self.membership.rank} ")]
 
     def _missing(self, pserver: Pserver, timeout_s: float, **what: Argument) -> list[str]:
         return list(pserver.call("Waiting", pb.WaitingRequest(**self.me, **what), timeout_s).missing)
@@ -347,6 +349,11 @@ class PserverClient:
         self.pservers[0].call("Upload", pb.UploadRequest(**self.me, number=number, records=records), timeout_s)
 
 
+def _others(rank: int, ranks: Sequence[str]) -> list[str]:
+    """`ranks` as pservers name them without `rank`, this worker, whose message may still be in flight."""
+    return [each for each in ranks if not each.startswith(f"rank {rank} ")]
+
+
 class WaitLog:
     """Says whom pushes wait for, in the log and in the error of one that has waited for too long. For one thread."""
 
@@ -384,7 +391,7 @@ class WaitLog:
         self._asked_s, started_s = now_s, push.started_s
         answers = self._client.holdups(number, push)
         named = [said for said in answers.values() if not isinstance(said, TfpsError)]
-        whom = ", ".join(self._client.others(sorted(set(itertools.chain(*named)))))
+        whom = ", ".join(_others(self._client.membership.rank, sorted(set(itertools.chain(*named)))))
         silent = [address for address, said in answers.items() if isinstance(said, PserverLostError)]
         if silent:
             whom = f"pserver {', '.join(silent)}, which does not answer"

@@ -182,6 +182,9 @@ class EmbeddedPeers:
     def extend_deadline(self, bucket: int) -> None:
         pass
 
+    def tell_compiling(self, now: bool) -> None:
+        pass
+
 
 class NobodyJoins:
     """The `Joining` of a job of one worker."""
