@@ -23,6 +23,7 @@ import training
 from training import compiled
 
 import tfps
+from tfps.trace.capture_file import chrome_path, read
 from tfps.types import Argument, Array, Options, Structure, Value
 from tfps.updates.compiled import _say_once, _warn_of_sizes
 
@@ -428,6 +429,27 @@ def test_a_train_step_may_be_a_function_of_tensorflow_but_what_it_calls_must_not
     assert [len(each.parts) > 0 for each in in_parts.extended.compiled.made] == [compiles]
     assert ("take the tf.function from what a train_step calls" in caplog.text) != compiles
     assert difference(own, train(None, build, metrics=None, rows=32, jit_compile=compiles)) < 1e-6
+
+
+def test_a_capture_has_the_parts_of_each_step_and_at_which_gates_they_wait(tmp_path: Path) -> None:
+    strategy = tfps.Strategy(config=dataclasses.replace(PARTS, slice_bytes=1024))  # a gate for each kernel
+    model, (x, y) = train(strategy, mlp, rows=32), data(96)
+    with strategy.trace(tmp_path, "one"):
+        model.fit(x, y, batch_size=32, verbose=0)
+    capture, parts = read(chrome_path(tmp_path, "one")), parts_of(strategy)
+    assert len(capture.parts) == parts
+    assert sum(part.compile_s for part in capture.parts) >= strategy.report().xla_compile_s > 0
+    names = {variable.path for variable in model.trainable_variables}
+    assert {name for part in capture.parts for name in part.waits} <= names
+    assert sorted(name for part in capture.parts for name in part.sends) == sorted(names), "each gradient in one part"
+    ran = [span for span in capture.spans if span.kind == "part"]
+    assert [len([span for span in ran if span.slice == number]) for number in range(parts)] == [3] * parts
+    steps = [(span.begin_ns, span.end_ns) for span in capture.spans if span.kind == "step"]
+    assert all(any(begin <= span.begin_ns <= end for begin, end in steps) for span in ran)
+    before = len(strategy._runtime.recorder.records())
+    model.fit(x, y, batch_size=32, verbose=0)
+    assert len(strategy._runtime.recorder.records()) == before
+    strategy.close()
 
 
 def test_after_close_a_model_predicts_batches_of_any_size() -> None:

@@ -12,7 +12,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from tensorboard_page import Page, missing, tensorboard
 
-from tfps.trace.capture import FIRST_LOOKUP, Capture, CapturedBucket, CapturedView, Span
+from tfps.trace.capture import FIRST_LOOKUP, Capture, CapturedBucket, CapturedPart, CapturedView, Span
 from tfps.trace.capture_file import chrome_path, write_chrome
 from tfps.trace.summary import Summary, summarize
 from tfps.types import Json
@@ -29,6 +29,7 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
     made = {policy: recorded.capture(policy) for policy in ("fifo", "priority")}
     made["changed"] = changed(made["priority"])
     made["rows"] = with_rows(made["priority"])
+    made["parts"] = with_parts(made["priority"])
     for name in made:
         write_chrome(made[name], chrome_path(log_dir / "jobs", name))
     return made
@@ -59,6 +60,19 @@ def with_rows(capture: Capture) -> Capture:
                 spans.append(Span("aggregate", there, "aggregate", end + 300_000, end + 500_000, **adds))
     buckets = (*capture.buckets, CapturedBucket("user/rows", (), 0, 0))
     return replace(capture, name="rows", buckets=buckets, spans=(*capture.spans, *spans))
+
+
+def with_parts(capture: Capture) -> Capture:
+    """The same; XLA compiles the steps in two parts."""
+    parts = CapturedPart("part 1: conv1 … conv2", ("conv1", "conv2", "conv3"), (), 0.5)
+    backward = CapturedPart("part 2: conv1, backward", ("conv2",), ("conv1",), 1.5)
+    spans = [
+        Span("part", span.process, "parts", begin, begin + 2_000_000, slice=number, rank=span.rank)
+        for span in capture.spans
+        if span.kind == "step"
+        for number, begin in enumerate((span.begin_ns, span.begin_ns + 3_000_000))
+    ]
+    return replace(capture, name="parts", spans=(*capture.spans, *spans), parts=(parts, backward))
 
 
 def changed(capture: Capture) -> Capture:
@@ -383,6 +397,31 @@ def test_rows_of_a_table_are_followed_from_their_ids_to_the_step_and_their_gradi
     cells = page("return [...[...pane.root.querySelectorAll('table')].find((one) => one.caption.textContent.startsWith("
                  "'tables')).tBodies[0].rows[0].cells].map((one) => one.textContent)")  # fmt: skip
     assert cells[:5] == ["user/rows", "900 µs", "200 µs", "1.00 kB", "1.00 kB"]
+
+
+def test_parts_that_xla_compiles_have_a_lane_and_say_for_which_gates_they_wait(page: Page) -> None:
+    assert "part that XLA compiled" not in page("return tfps.legend.textContent")
+    page("tfps.show('jobs/parts', '')")
+    page.settle()
+    assert "part that XLA compiled" in page("return tfps.legend.textContent")
+    names = page("return trace.lanes.filter((lane) => lane.process === 0).map((lane) => lane.name)")
+    assert names[:4] == ["steps", "compute", "parts", "gates"]
+    at = page("return [...trace.kind.keys()].filter((span) => trace.kindOf(span) === 'part').slice(0, 4)")
+    first, second = (next(span for span in at if page("return trace.slice[arguments[0]]", span) == n) for n in (0, 1))
+    assert page("return view.describe(arguments[0])", first).startswith("part that XLA compiled part 1: conv1 … conv2 ")
+    page("view.select(arguments[0], true)", second)
+    assert page("return pane.root.querySelector('.details h2').textContent") == "part 2: conv1, backward"
+    assert page("return [...pane.root.querySelectorAll('.details p')].map((one) => one.textContent)") == [
+        "It waits at the gates of conv2.",
+        "It computes the gradients of conv1.",
+        "Compiled in 1.500 s on worker 0.",
+    ]
+    cells = page("return [...[...pane.root.querySelectorAll('table')].find((one) => one.caption.textContent.startsWith("
+                 "'parts')).tBodies[0].rows].map((row) => [...row.cells].map((one) => one.textContent))")  # fmt: skip
+    assert cells == [
+        ["part 1: conv1 … conv2", "conv1, conv2 and 1 more", "2.000 ms", "500.0 ms"],
+        ["part 2: conv1, backward", "conv2", "2.000 ms", "1.500 s"],
+    ]
 
 
 def test_two_runs_are_compared_side_by_side_on_one_scale(page: Page, captures: dict[str, Capture]) -> None:

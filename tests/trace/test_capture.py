@@ -20,6 +20,7 @@ from tfps.trace.capture import (
     KINDS,
     Capture,
     CapturedBucket,
+    CapturedPart,
     CapturedView,
     Kind,
     Process,
@@ -367,13 +368,24 @@ def test_questions_for_rows_are_those_that_workers_ask() -> None:
     assert table_bucket.FIRST_LOOKUP == FIRST_LOOKUP
 
 
-def test_a_file_of_before_there_were_views_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("member", [b'"views":[],', b'"parts":[],'])
+def test_a_file_of_before_there_were_views_or_parts_is_read(tmp_path: Path, member: bytes) -> None:
     capture = Capture(PROCESSES, BUCKETS, tuple(chain()))
     write_chrome(capture, tmp_path / "new.gz")
     text = gzip.decompress((tmp_path / "new.gz").read_bytes())
-    assert text.count(b'"views":[],') == 1
-    (tmp_path / "old.gz").write_bytes(gzip.compress(text.replace(b'"views":[],', b"")))
+    assert text.count(member) == 1
+    (tmp_path / "old.gz").write_bytes(gzip.compress(text.replace(member, b"")))
     assert read(tmp_path / "old.gz") == capture
+
+
+def test_parts_that_xla_compiles_are_kept_and_named(tmp_path: Path) -> None:
+    parts = CapturedPart("part 1: a", ("a",)), CapturedPart("part 2: b, backward", ("b",), ("a", "b"), 1.5)
+    spans = [Span("part", 0, lane_of("part"), at, at + 1, slice=at, rank=0) for at in (0, 1, 2)]
+    capture = Capture(PROCESSES, BUCKETS, (*chain(), *spans), parts=parts)
+    write_chrome(capture, tmp_path / "one.gz")
+    assert read(tmp_path / "one.gz") == capture
+    # The last one is of a worker that has traced more than rank 0.
+    assert [capture.title(span) for span in spans] == ["part 1: a", "part 2: b, backward", "part"]
 
 
 def test_names_and_keys_of_spans() -> None:

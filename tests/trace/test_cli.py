@@ -13,7 +13,7 @@ import captures
 import jobs
 import pytest
 
-from tfps.trace.capture import FIRST_LOOKUP, Capture, CapturedBucket, CapturedView, Process, Span
+from tfps.trace.capture import FIRST_LOOKUP, Capture, CapturedBucket, CapturedPart, CapturedView, Process, Span
 from tfps.trace.capture_file import chrome_path, read, write_chrome
 from tfps.trace.cli import main
 from tfps.trace.summary import summarize
@@ -71,6 +71,17 @@ def test_it_shows_what_each_table_exchanges_and_how_long_rows_are_waited_for(
     assert main([str(tmp_path / "one.gz")]) == 0
     (row, _) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("[user]"))
     assert row == ["[user]", "2", "ms", "0.5", "ms", "0.3", "kB", "40", "kB", "0", "kB"]
+
+
+def test_it_shows_parts_that_xla_compiles_and_at_which_gates_they_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans = [Span("step", 0, "steps", 0, 9_000_000, 1, rank=0), Span("part", 0, "parts", 1, 2_000_001, slice=0, rank=0)]
+    parts = (CapturedPart("part 1: [a]", ("a", "b", "c", "d"), (), 1.25),)
+    write_chrome(Capture((Process("worker", 0),), (), tuple(spans), parts=parts), tmp_path / "one.gz")
+    assert main([str(tmp_path / "one.gz")]) == 0
+    (row,) = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.startswith("part 1"))
+    assert row == "part 1: [a] a, b and 2 more 2 ms 1.25 s"
 
 
 def test_of_a_log_directory_it_shows_the_newest_capture(

@@ -12,9 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import FIRST_LOOKUP, Capture, CapturedBucket, CapturedView, Kind, Process, Span, lane_of
+from tfps.trace.capture import (
+    FIRST_LOOKUP,
+    Capture,
+    CapturedBucket,
+    CapturedPart,
+    CapturedView,
+    Kind,
+    Process,
+    Span,
+    lane_of,
+)
 from tfps.trace.step_times import Intervals, clip, difference, intersection, total, union
-from tfps.trace.summary import Summary, TableUse, summarize
+from tfps.trace.summary import PartUse, Summary, TableUse, summarize
 from tfps.types import Argument
 
 MS = 1_000_000
@@ -35,6 +45,17 @@ def span(kind: Kind, begin: int, end: int, process: int = 0, **fields: int) -> S
     if fields.get("bucket", -1) >= 0:
         fields.setdefault("priority", fields["bucket"])
     return Span(kind, process, lane, begin, end, **{"rank": process, "pserver": 0, **fields})
+
+
+def test_parts_that_xla_compiles_are_those_that_ran_within_steps() -> None:
+    steps = [
+        span("step", begin, begin + 100, process, step=1 + begin // 100) for begin in (0, 100) for process in (0, 1)
+    ]
+    ran = [span("part", begin, begin + took, at, slice=at) for at, begin, took in ((0, 10, 5), (0, 110, 7), (1, 20, 9))]
+    after = span("part", 250, 300, slice=0)
+    parts = CapturedPart("part 1: a", ("a",), (), 0.5), CapturedPart("part 2: b", (), ("b",)), CapturedPart("part 3")
+    summary = make([*steps, *ran, after], workers=2, steps=(1,), parts=parts)
+    assert summary.parts == (PartUse("part 1: a", ("a",), 5, 0.5), PartUse("part 2: b", (), 9, 0.0))
 
 
 def test_a_step_computed_by_hand() -> None:

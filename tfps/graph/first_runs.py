@@ -1,7 +1,7 @@
 """Tells the host when parts of a step run for the first time with some sizes, which is when XLA compiles them.
 
-A graph compares the sizes of what it gets with those of its last run, and sends messages only if they differ: one
-before its parts run, one with their times when all have ended.
+A graph compares the sizes of what it gets with those of its last run, and sends messages only if they differ, or while
+a capture is recorded: one before its parts run, one with their times when all have ended.
 
 Tested in tests/strategy/test_xla.py.
 """
@@ -16,7 +16,7 @@ from tfps.graph import tf_private
 from tfps.graph.ops import HOST, clock, traced_once
 from tfps.graph.parts import Part
 from tfps.graph.timestamps import now_after
-from tfps.types import Value
+from tfps.types import Variable
 
 _RESOURCE = tf.TensorSpec([], tf.resource)
 _NUMBER = tf.TensorSpec([], tf.int64)
@@ -28,11 +28,14 @@ def _tell(queue: tf.Tensor, transfer: tf.Tensor, run: tf.Tensor, sizes: tf.Tenso
     return tf.raw_ops.QueueEnqueueV2(handle=queue, components=components)
 
 
-@traced_once(_RESOURCE, _RESOURCE, _NUMBER, tf.TensorSpec([None], tf.int64))
-def tfps_sizes(queue: tf.Tensor, last: tf.Tensor, transfer: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
-    """Returns a number of this run if its sizes are not those of the last one, else 0."""
+@traced_once(_RESOURCE, _RESOURCE, _RESOURCE, _NUMBER, tf.TensorSpec([None], tf.int64))
+def tfps_sizes(
+    queue: tf.Tensor, recording: tf.Tensor, last: tf.Tensor, transfer: tf.Tensor, sizes: tf.Tensor
+) -> tf.Tensor:
+    """Returns a number of this run if its sizes are not those of the last one, or all are of interest, else 0."""
     before = tf.raw_ops.ReadVariableOp(resource=last, dtype=tf.int64)
-    differ = tf.reduce_any(tf.not_equal(before, sizes))
+    recorded = tf.raw_ops.ReadVariableOp(resource=recording, dtype=tf.bool)
+    differ = tf.logical_or(recorded, tf.reduce_any(tf.not_equal(before, sizes)))
 
     def tell() -> tf.Tensor:
         run = tf.bitcast(clock(), tf.int64)
@@ -56,7 +59,15 @@ def tfps_ran(queue: tf.Tensor, transfer: tf.Tensor, run: tf.Tensor, times: tf.Te
     return tf.cond(tells, tell, lambda: tf.constant(False))
 
 
-def watch(parts: Sequence[Part], sized: Sequence[tf.Tensor], queue: tf.Tensor, transfer: int) -> Value:
+def flag() -> Variable:
+    """Whether a capture is recorded, as graphs read it."""
+    with tf.init_scope(), tf.device(HOST):
+        return tf_private.ResourceVariable(False, dtype=tf.bool, trainable=False, name="tfps_recording")
+
+
+def watch(
+    parts: Sequence[Part], sized: Sequence[tf.Tensor], queue: tf.Tensor, recording: Variable, transfer: int
+) -> Variable:
     """Has the current graph send the messages about `parts`; returns the variable with the sizes of its last run.
 
     The first has, as data, one and the sizes of `sized` (int64); the second, as times, when each part had what it needs
@@ -68,8 +79,8 @@ def watch(parts: Sequence[Part], sized: Sequence[tf.Tensor], queue: tf.Tensor, t
         sizes = tf.concat([tf.ones([1], tf.int64), *shapes], 0)  # the one: before the first run there are none
         with tf.init_scope():
             last = tf_private.ResourceVariable([0] * sizes.shape[0], dtype=tf.int64, trainable=False, name="tfps_sizes")
-        run = tfps_sizes()(queue, last.handle, identity, sizes)
-        tf_private.set_read_only_inputs(run, [0])
+        run = tfps_sizes()(queue, recording.handle, last.handle, identity, sizes)
+        tf_private.set_read_only_inputs(run, [0, 1])
         times = []
         for part in parts:
             tf_private.set_control_inputs(part.call, [*part.call.control_inputs, run.op])

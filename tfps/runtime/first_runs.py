@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.runtime.transfers import UNDECLARED, Transfer
+from tfps.trace.capture import CapturedPart
 from tfps.trace.step_times import Interval, total, union
 from tfps.types import Variable
 
@@ -77,9 +78,14 @@ class FirstRuns(Transfer):
 
     exchanges = False
 
-    def __init__(self, compiling: Compiling, on_new: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        compiling: Compiling,
+        on_new: Callable[[], object],
+        record: Callable[[Sequence[tuple[float, float]]], object] = lambda times: None,  # of each recorded run, seconds
+    ) -> None:
         super().__init__(UNDECLARED, _NOTHING)
-        self._compiling, self._on_new = compiling, on_new
+        self._compiling, self._on_new, self._record = compiling, on_new, record
         self.sizes: list[Sizes] = []  # that have come, in this order
         self.runs: list[FirstRun] = []  # that have ended
         self._under_way: set[int] = set()  # numbers of runs with new sizes
@@ -98,13 +104,39 @@ class FirstRuns(Transfer):
         run, noted = int(graph_run), times.numpy()
         if not noted.size:
             sizes = tuple(data.numpy().view(np.int64).tolist())
-            if sizes not in self.sizes:  # others are known, and only differ from those of the last run
+            if sizes not in self.sizes:  # others are known: they only differ from the last run's, or are recorded
                 self.sizes.append(sizes)
                 self._under_way.add(run)
                 self._compiling.began(run)
                 self._on_new()
-        elif run in self._under_way:
+            return
+        self._record(noted.reshape(-1, 2).tolist())
+        if run in self._under_way:
             self._under_way.remove(run)
             self._compiling.ended(run)
             pairs = np.rint(noted.reshape(-1, 2) * 1e9).astype(np.int64).tolist()
             self.runs.append(FirstRun([(begin, max(begin, end)) for begin, end in pairs]))
+
+
+class KnownParts:
+    """The parts of functions that train, for captures. Ranks run one program, so they number them alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], tuple[int, FirstRuns, Sequence[CapturedPart]]] = {}  # with its first number
+        self._count = 0
+
+    def add(self, function: str, runs: FirstRuns, parts: Sequence[CapturedPart]) -> int:
+        """Returns the number of the first one; a function that is traced again keeps its numbers."""
+        key = function, len(parts)
+        first = self._known[key][0] if key in self._known else self._count
+        self._count = max(self._count, first + len(parts))
+        self._known[key] = first, runs, parts
+        return first
+
+    def captured(self) -> tuple[CapturedPart, ...]:
+        """All of them by number, with how long they took to compile so far."""
+        return tuple(
+            replace(part, compile_s=runs.seconds_of(place))
+            for _, runs, parts in list(self._known.values())
+            for place, part in enumerate(parts)
+        )

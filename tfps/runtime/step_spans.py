@@ -139,6 +139,11 @@ class StepSpans:
         """Records a wait of the program for round `step` of a bucket."""
         self._span("gate", begin_ns, end_ns, step=step, bucket=bucket, variable=variable, priority=spec.priority)
 
+    def parts(self, first: int, times: Sequence[tuple[float, float]]) -> None:
+        """Records when parts that XLA has compiled ran, as the clock in the graph says; `first`: the number of one."""
+        for number, (begin, end) in enumerate(times, first):
+            self._span("part", self._ns(begin), max(self._ns(begin), self._ns(end)), slice=number)
+
     def updated(self, begin_ns: int, end_ns: int, transfer: Transfer, step: int) -> None:
         """Records an update, or a part of one, or the result of a pull."""
         bucket, spec = transfer.bucket, transfer.spec

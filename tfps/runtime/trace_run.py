@@ -7,6 +7,7 @@ device names get timelines, hence `/device:CUSTOM:worker0`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import re
 import threading
@@ -22,6 +23,7 @@ from tfps import __version__
 from tfps.config import TraceRequest
 from tfps.errors import ConfigError, TfpsError
 from tfps.graph.ops import has_clock
+from tfps.runtime.first_runs import KnownParts
 from tfps.runtime.runtime import Runtime
 from tfps.trace.capture import NONE, Capture, Process, Setting, by_lane, rows
 from tfps.trace.capture_file import chrome_path, write_chrome
@@ -167,7 +169,8 @@ class TraceRun:
             # Training goes on, as when a pserver was lost meanwhile.
             logger.warning("tfps: the capture '%s' is lost: %s", run, error)
             return
-        self._capture = capture
+        parts = self._runtime.shared(KnownParts, KnownParts).captured()
+        self._capture = capture = dataclasses.replace(capture, parts=parts)
         path = chrome_path(self._log_dir, run)
         write_chrome(capture, path)
         error_ns = max(process.clock_error_ns for process in capture.processes)

@@ -14,7 +14,7 @@ from tfps.errors import TfpsError
 
 Kind = Literal[
     "step", "forward", "backward", "gate", "input", "staging", "ready", "queued", "wire", "aggregate", "reply_queued",
-    "reply_wire", "update", "change", "lookup", "held",
+    "reply_wire", "update", "change", "lookup", "held", "part",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)  # new ones at the end: records have their positions
 WAITS: tuple[Kind, ...] = ("gate", "lookup")  # of a step, for what is exchanged
@@ -26,6 +26,7 @@ LANES: Mapping[Kind, str] = {
     "step": "steps",
     "forward": "compute",
     "backward": "compute",
+    "part": "parts",
     "gate": "gates",
     "lookup": "gates",
     "input": "input",
@@ -111,6 +112,16 @@ class CapturedBucket:
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedPart:
+    """A part of a step that XLA compiles, on rank 0. Its spans have its position in `Capture.parts` as `slice`."""
+
+    name: str  # for display, with the layers of its variables: "part 3: dense_4 … dense_6, backward"
+    waits: tuple[str, ...] = ()  # the variables that it reads, at whose gates it waits
+    sends: tuple[str, ...] = ()  # the variables of which it computes the gradients
+    compile_s: float = 0.0  # how long its first runs took; see `tfps.runtime.report.Report.xla_compile_s`
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedView:
     """Who took part in the job from a moment on, and why it changed; of a capture's first view there is no reason."""
 
@@ -136,6 +147,7 @@ class Capture:
     settings: Mapping[str, Setting] = field(default_factory=dict)  # of the run, for display and comparison
     name: str = ""  # of the run
     views: tuple[CapturedView, ...] = ()  # at its start, then one for each span of kind "change", in order of time
+    parts: tuple[CapturedPart, ...] = ()  # that XLA compiles, in the order in which they can run
     tables: frozenset[int] = field(init=False, repr=False, compare=False)  # the buckets whose rows are looked up
 
     def __post_init__(self) -> None:
@@ -179,6 +191,8 @@ class Capture:
         """The span's kind and what it is about."""
         if span.kind == "change":
             return next(view.title for one, view in self.changes if one is span)
+        if span.kind == "part":
+            return self.parts[span.slice].name if 0 <= span.slice < len(self.parts) else "part"
         name = self.variable_name(span)
         if span.bucket in self.tables and span.kind not in _OF_TABLES:
             what = "gradients" if not self.is_lookup(span) else "ids" if span.kind in ("queued", "wire") else "rows"

@@ -24,6 +24,7 @@ from tfps.trace.capture import (
     ORDER,
     Capture,
     CapturedBucket,
+    CapturedPart,
     CapturedView,
     Kind,
     Process,
@@ -102,7 +103,8 @@ def read(path: str | Path) -> Capture:
             steps=tuple(content["steps"]),
             settings=content["settings"],
             name=content["name"],
-            views=tuple(map(_view, content.get("views", ()))),  # older files have none
+            views=tuple(map(_view, content.get("views", ()))),  # older files have none, nor parts
+            parts=tuple(map(_part, content.get("parts", ()))),
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise TfpsError(f"'{path}' must be a capture of tfps, but its first line is damaged: {error!r}") from error
@@ -111,6 +113,10 @@ def read(path: str | Path) -> Capture:
 def _view(one: dict[str, Json]) -> CapturedView:
     lacking = {name: tuple(slices) for name, slices in one["lacking"].items()}
     return CapturedView(**{**one, "ranks": tuple(one["ranks"]), "lacking": lacking})
+
+
+def _part(one: dict[str, Json]) -> CapturedPart:
+    return CapturedPart(**{**one, "waits": tuple(one["waits"]), "sends": tuple(one["sends"])})
 
 
 def read_columns(path: str | Path) -> bytes:
@@ -164,6 +170,7 @@ def to_columns(capture: Capture) -> dict[str, Json]:
         "processes": [asdict(process) for process in capture.processes],
         "buckets": [asdict(bucket) for bucket in capture.buckets],
         "views": [asdict(view) for view in capture.views],
+        "parts": [asdict(part) for part in capture.parts],
         "steps": capture.steps,
         "settings": dict(capture.settings),
         "kinds": KINDS,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _SHOWN = 10
+_FEW = 2  # gates named of a part
 _UNBROKEN = 10_000  # columns
 _CSV = (
     "run", "step", "duration_ns", "compute_ns", "exposed_ns", "input_ns", "under_way_ns", "hidden_ns", "overlap",
@@ -127,6 +128,12 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
         ]
         yield "\n[dim]tables, per step and worker; held back: the mean of all questions for rows[/dim]"
         yield table(("table", "waited for rows", "held back", "asked", "rows", "gradients"), tables)
+    if summary.parts:
+        parts = [
+            (each.part, _some(each.waits), _ms(each.ran_ns / runs), f"{each.compile_s:.3g} s") for each in summary.parts
+        ]
+        yield "\n[dim]parts that XLA compiles, per step and worker; compilation on rank 0[/dim]"
+        yield table(("part", "waits at the gates of", "ran", "compiled in"), parts)
     costs = [(cost.variable, _ms(cost.exposed_ns / runs)) for cost in summary.costs[:_SHOWN]]
     yield "\n[dim]most waited for, per step and worker[/dim]"
     yield table(("variable", "exposed wait"), costs)
@@ -139,6 +146,10 @@ def _row(name: str, totals: Totals, steps: int) -> tuple[str, ...]:
     times = (totals.duration_ns, totals.compute_ns, totals.exposed_ns, totals.input_ns)
     wrong = f"{totals.inversions} of {totals.messages}"
     return (name, *(_ms(ns / steps) for ns in times), f"{totals.overlap:.1%}", slowest, wrong)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
 
 
 def _ms(ns: float) -> str:

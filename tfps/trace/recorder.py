@@ -35,16 +35,23 @@ class Recorder:
         self.clock = clock  # gives all times of this process in a capture, nanoseconds
         # Bytes, not tuples: fast to make, no work for the garbage collector, ready to send.
         self._spans: deque[bytes] = deque(maxlen=capacity)
+        self.listeners: list[Callable[[bool], object]] = []  # are told when recording starts and stops; must be short
 
     def start(self) -> None:
         """Drops earlier spans and starts recording."""
         self._spans.clear()
         self.started_ns = self.clock()
         self.enabled = True
+        self._tell(True)
 
     def stop(self) -> None:
         """Stops recording; what was recorded stays."""
         self.enabled = False
+        self._tell(False)
+
+    def _tell(self, on: bool) -> None:
+        for listener in list(self.listeners):
+            listener(on)
 
     def span(
         self, kind: Kind, begin_ns: int, end_ns: int, *, step: int = NONE, bucket: int = NONE,

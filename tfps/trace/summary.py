@@ -110,6 +110,16 @@ class TableUse:
 
 
 @dataclass(frozen=True, slots=True)
+class PartUse:
+    """A part of a step that XLA compiles, and how long it ran, added up over workers and steps."""
+
+    part: str
+    waits: tuple[str, ...]  # the variables at whose gates it waits
+    ran_ns: int
+    compile_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Inversion:
     """The pair of buckets most often in the wrong order."""
 
@@ -133,6 +143,7 @@ class Summary:
     view: str  # at the start: generation, workers, pservers; empty if the capture does not say
     changes: tuple[str, ...]  # of the view: when, who takes part from then on, why
     tables: tuple[TableUse, ...]
+    parts: tuple[PartUse, ...]  # those that ran, in the order in which they can
 
 
 def summarize(capture: Capture) -> Summary:
@@ -192,6 +203,7 @@ class _Summarizer:
             view=self._view(),
             changes=tuple(itertools.starmap(self._change, self._capture.changes)),
             tables=tuple(self._tables()),
+            parts=tuple(self._parts()),
         )
 
     def _rank(self, span: Span) -> int:
@@ -270,6 +282,14 @@ class _Summarizer:
                 _attribute(clip(self._waits[rank], begin, end), causes, spent)
         costs = [Cost(name, ns) for (_, name), ns in spent.items() if ns]
         return tuple(sorted(costs, key=lambda cost: (-cost.exposed_ns, cost.variable)))
+
+    def _parts(self) -> Iterator[PartUse]:
+        ran: Counter[int] = Counter()
+        for span in itertools.chain(*self._by_step("part").values()):
+            ran[span.slice] += span.duration_ns
+        for number, part in enumerate(self._capture.parts):
+            if ran[number]:
+                yield PartUse(part.name, part.waits, ran[number], part.compile_s)
 
     def _tables(self) -> Iterator[TableUse]:
         """What belongs to lookups that begin within steps: gradients come, and ids may go, outside of these."""

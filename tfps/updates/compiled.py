@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -18,15 +18,18 @@ import tensorflow as tf
 from tfps.config import Config
 from tfps.errors import UnsupportedError
 from tfps.graph.cut import group
-from tfps.graph.first_runs import watch
+from tfps.graph.first_runs import flag, watch
 from tfps.graph.ops import computed_from, outside, place_of
 from tfps.graph.parts import Part, Parts, Traced
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.xla import asked_by_keras
 from tfps.runtime.first_runs import Compiling, FirstRuns
+from tfps.graph.tf_private import eagerly, is_differentiated
+from tfps.runtime.first_runs import Compiling, FirstRuns, KnownParts
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
-from tfps.types import Structure
+from tfps.trace.capture import CapturedPart
+from tfps.types import Structure, Variable
 from tfps.updates.pending import PendingUpdate
 from tfps.updates.scheduler import UpdateScheduler
 from tfps.updates.variables import GatedVariable, container_of
@@ -59,6 +62,7 @@ class CompiledSteps:
         self._scheduler, self._config, self._devices = scheduler, config, devices
         self._runtime = runtime
         self._compiling = Compiling(runtime.exchange.peers.tell_compiling, config.step_timeout_s)
+        self._recording: Variable | None = None  # whether a capture is recorded, for graphs; with the first of them
         self._alone = runtime.exchange.info.embedded
         self.made: list[CompiledFunction] = []
 
@@ -113,16 +117,23 @@ class CompiledSteps:
         Args:
             sent: updates whose gradients it sends; sends: whether gradients leave in each step.
         """
-        began = time.perf_counter()
+        began, spans, first = time.perf_counter(), self._runtime.spans, 0
         traced = Traced(graph, begin, results, notes=self._scheduler.notes(graph), arguments=arguments)
         if sent and sends:
             traced = self._with_groups(traced, sent)
         parts = Parts(traced, self._devices[0])
         self._say_what_stays(traced, parts)
-        runs = FirstRuns(self._compiling, lambda: _warn_of_sizes() if made.trains and made.sizes > 1 else None)
+        runs = FirstRuns(
+            self._compiling,
+            on_new=lambda: _warn_of_sizes() if made.trains and made.sizes > 1 else None,
+            record=lambda times: spans.parts(first, times) if sent and spans.recorder.enabled else None,
+        )
         if parts.parts:
             self._runtime.adopt(runs, graph)
-            runs.last = watch(parts.parts, parts.sized, self._runtime.queue, runs.id)
+            runs.last = watch(parts.parts, parts.sized, self._runtime.queue, self._recorded(), runs.id)
+        if sent:
+            described = _described(parts, sent, graph, self._scheduler.first_use(graph))
+            first = self._runtime.shared(KnownParts, KnownParts).add(graph.name, runs, described)
         key = graph.name, bool(sent)  # Keras' steps of training and of evaluation have one name
         before = [each for each in self.made if (each.function, each.trains) == key]
         traces = [*(runs for each in before for runs in each.traces), runs]
@@ -143,6 +154,18 @@ class CompiledSteps:
             made.cut_s,
         )
         return parts.moved(results)
+
+    def _recorded(self) -> Variable:
+        if self._recording is None:
+            self._recording, recorder = flag(), self._runtime.recorder
+            recorder.listeners.append(self._note_recording)
+            self._note_recording(recorder.enabled)
+        return self._recording
+
+    def _note_recording(self, on: bool) -> None:
+        with eagerly():  # wherever a program begins a capture, or traces its first step
+            if self._recording is not None:
+                self._recording.assign(on)
 
     def _with_groups(self, traced: Traced, sent: Sequence[PendingUpdate]) -> Traced:
         graph, order = traced.graph, self._scheduler.first_use(traced.graph)
@@ -198,6 +221,30 @@ def _gated(resource: tf.Tensor) -> GatedVariable | None:
         return None
     variable = container_of(outside(resource))
     return variable if isinstance(variable, GatedVariable) and variable.has_own_gates else None
+
+
+def _described(
+    parts: Parts, sent: Sequence[PendingUpdate], graph: tf.Graph, order: Mapping[str, int]
+) -> list[CapturedPart]:
+    """What captures say of the parts of a step; `order`: places of variables in the forward pass, by unique id."""
+    gradients: dict[tf.Operation, dict[str, GatedVariable]] = {}  # variables by the call that computes their gradients
+    for update in sent:
+        for tensor in parts.moved(_sources(update, graph)):
+            gradients.setdefault(tensor.op, {})[update.variable._unique_id] = update.variable
+
+    def names(variables: Mapping[str, GatedVariable]) -> list[str]:
+        return [variables[each].name.removesuffix(":0") for each in sorted(variables, key=lambda x: order.get(x, -1))]
+
+    found = []
+    for number, part in enumerate(parts.parts, 1):
+        reads = [each.op.inputs[0] for each in part.call.inputs if each.op.type == "ReadVariableOp"]
+        gated = {variable._unique_id: variable for each in reads if (variable := _gated(each)) is not None}
+        waits, sends = names(gated), names(gradients.get(part.call, {}))
+        layers = list(dict.fromkeys(name.rpartition("/")[0] for name in sends or waits))
+        span = f": {layers[0]}{f' … {layers[-1]}' if len(layers) > 1 else ''}" if layers else ""
+        passes = "" if not sends else ", forward and backward" if part.waits == part.sends else ", backward"
+        found.append(CapturedPart(f"part {number}{span}{passes}", tuple(waits), tuple(sends)))
+    return found
 
 
 def _bytes_of(variable: GatedVariable) -> int:

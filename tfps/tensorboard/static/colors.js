@@ -3,6 +3,7 @@
 const KINDS = {
   forward: ["#0072b2", "#3d9be0"],
   backward: ["#56b4e9", "#9fd4f5"],
+  part: ["#8aa4c8", "#6f8fbf"],
   gate: ["#d55e00", "#ff7a1a"],
   lookup: ["#8c2d04", "#ffb48a"],
   input: ["#b8860b", "#f0e442"],
@@ -23,7 +24,7 @@ const VIRIDIS = ["#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779
 const STEPS = 64;
 
 export const KIND_WORDS = {
-  step: "step", forward: "forward", backward: "backward", gate: "waiting at a gate", lookup: "waiting for rows", input: "waiting for input",
+  step: "step", forward: "forward", backward: "backward", part: "part that XLA compiled", gate: "waiting at a gate", lookup: "waiting for rows", input: "waiting for input",
   staging: "copy of a batch", ready: "gradient ready", queued: "in the send queue", wire: "on the wire",
   held: "rows held back", aggregate: "sum waits for all workers", reply_queued: "in the reply queue", reply_wire: "reply on the wire",
   update: "update", change: "change of the view",

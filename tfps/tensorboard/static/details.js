@@ -33,7 +33,8 @@ export function detailsPanel(timeline) {
   return el("section", { class: "details", "aria-label": "the selected slice" }, bar,
     el("div", { class: "rows" }, el("table", {},
       el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))), el("tbody", {}, ...rows)),
-      ...(trace.kindOf(selected) === "change" ? ofChange(trace, selected) : [])));
+      ...(trace.kindOf(selected) === "change" ? ofChange(trace, selected) : []),
+      ...(trace.kindOf(selected) === "part" ? ofPart(trace.parts[trace.slice[selected]]) : [])));
 }
 
 /** Who takes part from a change on, and what the first step without a lost worker lacks. */
@@ -47,9 +48,19 @@ function ofChange(trace, span) {
   ].filter((one) => one !== null);
 }
 
+/** For which gates a part waits, and how long XLA took. */
+function ofPart(part) {
+  if (!part) return [];
+  return [
+    el("p", {}, part.waits.length ? `It waits at the gates of ${part.waits.join(", ")}.` : "It waits at no gate itself."),
+    el("p", {}, part.sends.length ? `It computes the gradients of ${part.sends.join(", ")}.` : "It computes no gradients that leave."),
+    el("p", {}, `Compiled in ${time(part.compile_s * 1e9)} on worker 0.`),
+  ];
+}
+
 function heading(timeline) {
   const { trace, selected } = timeline;
-  if (trace.kindOf(selected) === "change") return timeline.labelOf(selected);
+  if (["change", "part"].includes(trace.kindOf(selected))) return timeline.labelOf(selected);
   const bucket = trace.bucket[selected];
   if (bucket < 0) return `${KIND_WORDS[trace.kindOf(selected)]}, step ${trace.step[selected]}`;
   const slice = trace.slice[selected];

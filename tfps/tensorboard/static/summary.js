@@ -3,6 +3,7 @@
 import { bytes, el, percent, time } from "./dom.js";
 
 const SHOWN = 10;
+const FEW = 2; // gates named
 
 /** The panel above a timeline. @param other the summary whose figures this one's are compared with, or null; compared: there are two panes; onChange gets the number of a change. */
 export function summaryPanel(summary, other, compared, onVariable, onChange) {
@@ -29,7 +30,7 @@ export function summaryPanel(summary, other, compared, onVariable, onChange) {
     el("div", { class: "cards" }, ...cards),
     el("details", { open: !compared }, el("summary", {}, "Variables, pservers, steps"),
       el("div", { class: "tables" }, variables(summary, onVariable),
-        summary.tables?.length ? tables(summary, onVariable) : null, pservers(summary), eachStep(summary))),
+        summary.tables?.length ? tables(summary, onVariable) : null, summary.parts?.length ? parts(summary) : null, pservers(summary), eachStep(summary))),
   );
 }
 
@@ -73,6 +74,15 @@ function tables(summary, onVariable) {
     el("button", { class: "link", title: "show in the timeline", onclick: () => onVariable(one.table) }, one.table),
     bar(one.wait_ns / most, time(one.wait_ns / runs)), time(one.held_ns / Math.max(one.questions, 1)),
     ...[one.asked_bytes, one.rows_bytes, one.gradient_bytes].map((nbytes) => bytes(Math.round(nbytes / runs))),
+  ]));
+}
+
+function parts(summary) {
+  const runs = summary.workers * summary.steps.length;
+  const most = Math.max(...summary.parts.map((one) => one.ran_ns), 1);
+  return table("parts that XLA compiles, per step and worker", ["part", "waits at the gates of", "ran", "compiled in"], summary.parts.map((one) => [
+    one.part, one.waits.slice(0, FEW).join(", ") + (one.waits.length > FEW ? ` and ${one.waits.length - FEW} more` : ""),
+    bar(one.ran_ns / most, time(one.ran_ns / runs)), time(one.compile_s * 1e9),
   ]));
 }
 

@@ -2,7 +2,7 @@
 
 const NUMBERS = ["step", "bucket", "slice", "variable", "priority", "nbytes", "rank", "pserver"];
 // From top to bottom; lanes with other names come last.
-const LANES = ["view", "steps", "compute", "gates", "input", "gradients", "queue", "to pserver", "updates", "rows",
+const LANES = ["view", "steps", "compute", "parts", "gates", "input", "gradients", "queue", "to pserver", "updates", "rows",
   "aggregate", "reply queue", "to worker"];
 const OF_TABLES = ["lookup", "held"];
 const FIRST_LOOKUP = 65536; // of a table, the first slice with ids that rows are asked for; below it are gradients
@@ -39,6 +39,7 @@ export class Trace {
     const ofTables = this.kinds.map((kind) => OF_TABLES.includes(kind));
     this.tables = new Set(this.bucket.filter((_, span) => ofTables[this.kind[span]])); // buckets
     this.steps = this.#steps();
+    this.parts = content.parts ?? []; // that XLA compiles; their spans have their number as slice
     this.views = content.views ?? []; // the first at the start, then one for each change
     const change = this.kinds.indexOf("change");
     this.changes = [...this.kind.keys()].filter((span) => this.kind[span] === change);
@@ -64,6 +65,7 @@ export class Trace {
 
   /** What a span is about: a variable or bucket and its slice, or which part of a table. */
   subjectOf(span) {
+    if (this.kindOf(span) === "part") return this.parts[this.slice[span]]?.name ?? "part";
     const name = this.variableOf(span);
     if (OF_TABLES.includes(this.kindOf(span))) return name;
     if (!this.tables.has(this.bucket[span])) return name + (this.slice[span] >= 0 ? ` [${this.slice[span]}]` : "");
