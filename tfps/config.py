@@ -165,6 +165,8 @@ class Config:
             `strategy.run`; `"off"`: nothing. Workers may differ in it.
         xla_part_bytes: bytes of gradients in one such part. Smaller parts leave and begin earlier, each costs compile
             time. `"auto"`: an eighth of all, from 4 MiB.
+        xla_cache: a folder on this host in which TensorFlow keeps what XLA has compiled, so that a worker that starts
+            again, or joins, starts sooner. For the first strategy of a process, created before TensorFlow runs any op.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.
@@ -206,6 +208,7 @@ class Config:
     on_nonfinite: OnNonfinite = "pass"
     xla: Xla = "auto"
     xla_part_bytes: int | Auto = "auto"
+    xla_cache: str = ""
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
     token_file: str = ""
@@ -395,6 +398,7 @@ _FIELDS: tuple[tuple[str, Callable[[Argument], bool], str], ...] = (
     ("update", _one_of(Update), f"one of {_known(Update)}"),
     ("mode", _one_of(Mode), f"one of {_known(Mode)}"),
     ("xla", _one_of(Xla), f"one of {_known(Xla)}"),
+    ("xla_cache", _of(str), "the path of a folder, or '' (no cache)"),
     ("on_nonfinite", _one_of(OnNonfinite), f"one of {_known(OnNonfinite)}"),
     ("deterministic", _of(bool), "True or False"),
     ("shared_memory", _of(bool), "True or False"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from tfps.graph.tf_private import is_stateful, registered_kernels
+from tfps.graph.tf_private import is_stateful, registered_kernels, renamed
 from tfps.types import Array, Value
 
 _HELD = (tf.resource, tf.variant, tf.string)  # what a compiled function cannot take or return
@@ -26,7 +26,8 @@ _ROWS = 2**16  # bytes: larger constants are not made again in each part
 def _wake(device: str) -> None:
     """Has TensorFlow register XLA's kernels: it does so when it compiles something for the first time."""
     with tf.init_scope(), tf.device(device):
-        tf.function(lambda: tf.constant(1.0) + 1.0, autograph=False, jit_compile=True)()
+        function = tf.function(lambda: tf.constant(1.0) + 1.0, autograph=False, jit_compile=True)
+        renamed(function.get_concrete_function(), "tfps_wake")()
 
 
 @functools.cache

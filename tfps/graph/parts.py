@@ -7,7 +7,7 @@ it is (`kernels.py`). Constants and arithmetic on sizes are made again in each p
 from __future__ import annotations
 
 import contextlib
-import itertools
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,15 +16,14 @@ import tensorflow as tf
 from tfps.graph.cut import NONE, Class, Node, cut
 from tfps.graph.kernels import Compilable, is_sized_by_values
 from tfps.graph.ops import call_stateless
-from tfps.graph.tf_private import is_stateful, must_compile, replace_input, resources_of, set_control_inputs
+from tfps.graph.tf_private import is_stateful, must_compile, renamed, replace_input, resources_of, set_control_inputs
 from tfps.graph.timestamps import Note
 from tfps.types import Structure
 
-NAME = "tfps_part"  # of the functions, with a number
+NAME = "tfps_part"  # of the functions, with a digest
 _LEAST_OPS = 4  # of a part: a call costs more than it saves
 _SIZES = ("Shape", "ShapeN", "Size", "Rank")
 _MANY = 6  # layers named
-_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -221,8 +220,7 @@ class Parts:
         outputs = [each for place in places for each in self._ops[place].outputs if self._leaves(each, within)]
         if not outputs:
             return None
-        name = f"{NAME}_{next(_numbers)}"
-        function = self._function(name, list(inputs.values()), sorted(inside), outputs)
+        function, name = self._function(list(inputs.values()), sorted(inside), outputs)
         controls = {each for place in places for each in self._ops[place].control_inputs}
         after = [each for each in controls if self._place.get(each, -1) not in within]
         device = self._ops[places[0]].device or None
@@ -250,8 +248,9 @@ class Parts:
         )
 
     def _function(
-        self, name: str, inputs: Sequence[tf.Tensor], places: Sequence[int], outputs: Sequence[tf.Tensor]
-    ) -> Structure:
+        self, inputs: Sequence[tf.Tensor], places: Sequence[int], outputs: Sequence[tf.Tensor]
+    ) -> tuple[Structure, str]:
+        """The function of a part, and its name, which tells its contents: TensorFlow's cache on disk goes by it."""
         definition = tf.compat.v1.GraphDef(versions=self._graph.graph_def_versions)
         for place in places:
             node = definition.node.add()
@@ -261,20 +260,20 @@ class Parts:
             node.input.extend(each.name for each in self._ops[place].inputs)
             for attribute in [each for each in node.attr if each.startswith("_")]:
                 del node.attr[attribute]
-        names = [each.name for each in inputs]
+        names, results = [each.name for each in inputs], [each.name for each in outputs]
+        contents = definition.SerializeToString(deterministic=True), *map(repr, (names, results, inputs))
+        name = f"{NAME}_{hashlib.sha256(repr(contents).encode()).hexdigest()[:16]}"
 
         def part(*given: tf.Tensor) -> Sequence[tf.Tensor]:
             known = dict(zip(names, given, strict=True))
-            found = tf.graph_util.import_graph_def(
-                definition, input_map=known, return_elements=[each.name for each in outputs], name=""
-            )
+            found = tf.graph_util.import_graph_def(definition, input_map=known, return_elements=results, name="")
             return tuple(found)
 
         part.__name__ = name
         signature = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
         with tf.init_scope():
             compiled = tf.function(part, autograph=False, jit_compile=True, input_signature=signature)
-            return compiled.get_concrete_function()
+            return renamed(compiled.get_concrete_function(), name), name
 
 
 def _counts(tensor: tf.Tensor) -> bool:

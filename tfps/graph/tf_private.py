@@ -105,9 +105,10 @@ try:
         values_util,  # current replica id as a number
     )
     from tensorflow.python.eager import (
-        context,  # whether there is a global seed; eager mode whatever graph is being built
+        context,  # whether there is a global seed, or ops have run; eager mode whatever graph is built
         record,  # whether a gradient tape is recording, and telling it of an op
     )
+    from tensorflow.python.eager.polymorphic_function import atomic_function  # see renamed
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see _translate_errors
     from tensorflow.python.framework import (
@@ -189,7 +190,9 @@ try:
     needs(tf.RaggedTensorSpec, "_from_compatible_tensor_list", "_ragged_rank")  # see _keep_inner_axes
     needs(nest, "flatten_with_tuple_paths")
     needs(data_seeds, "get_seed")
-    needs(context, "global_seed", "eager_mode")
+    needs(context, "global_seed", "eager_mode", "context")
+    needs(context.Context, "_initialized")
+    needs(atomic_function, "from_func_graph")
 
     # Functions and graphs.
     needs(autograph_config, "CONVERSION_RULES")
@@ -359,6 +362,14 @@ def must_compile(call: tf.Operation) -> None:
     call._set_attr("_XlaMustCompile", attr_value_pb2.AttrValue(b=True))
 
 
+def renamed(function: ConcreteFunction, name: str) -> ConcreteFunction:
+    """`function` under a name without the number that TensorFlow adds, which differs from one run to the next."""
+    made = atomic_function.from_func_graph(
+        name, function.graph, dict(function.function_def.attr), function.function_type
+    )
+    return ConcreteFunction(made)
+
+
 def replace_input(op: tf.Operation, before: tf.Tensor, after: tf.Tensor) -> None:
     """Makes `op` take `after` wherever it takes `before`."""
     for place, each in enumerate(op.inputs):
@@ -392,6 +403,11 @@ def in_xla(graph: tf.Graph) -> bool:
 def eagerly() -> AbstractContextManager[None]:
     """In the block ops run at once, as finalizers need it: `tf.init_scope` stays in a `tf.Graph` under construction."""
     return cast(AbstractContextManager[None], context.eager_mode())
+
+
+def has_begun() -> bool:
+    """Whether TensorFlow has set up what runs ops, for which it reads flags in the environment."""
+    return bool(context.context()._initialized)
 
 
 def is_seeded() -> bool:

@@ -29,6 +29,7 @@ from tfps.config import (
 from tfps.embeddings.saving import restore_tables, save_tables
 from tfps.errors import ConfigError, TfpsError, for_others, in_a_line, outlined
 from tfps.exchange.interface import Exchange
+from tfps.graph.compile_cache import use_cache
 from tfps.graph.patches import BaseStrategy, open_strategies
 from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import check_effects
@@ -150,6 +151,8 @@ class Strategy(BaseStrategy):
         settings, ignored = with_variables(config or Config())
         self.config = settings
         request = TraceRequest.from_environment()
+        if settings.xla_cache:
+            use_cache(settings.xla_cache)  # first: tf.config.optimizer.get_jit reads the flags, too
         _show_messages(ignored)
         cluster = find(pservers, self.config)
         self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
