@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 _Error = TypeVar("_Error", bound=BaseException)
 _TEXT = re.compile(r"tfps\.errors\.(\w+): (.*)", re.DOTALL)
 _TRACEBACK = re.compile(r'^(Detected at node .*|\s*File ".*", line \d+, in .*)$', re.MULTILINE)
-_IN_PART = re.compile(r"while converting \S*tfps_part_\d+")  # graph/parts.py
+_IN_PART = re.compile(r"while converting \S*tfps_part_\w+")  # graph/parts.py
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as TensorFlow's Assert prints it, escaped
 

@@ -18,6 +18,7 @@ from tfps.types import Array, Value
 
 _HELD = (tf.resource, tf.variant, tf.string)  # what a compiled function cannot take or return
 _ANY_SIZE = 3  # in place of a size that is not known
+_OF_LOOPS = ("StatelessWhile", "TensorListStack", "TensorListGetItem")
 _FEW = 64  # values: more are no sizes
 _ROWS = 2**16  # bytes: larger constants are not made again in each part
 
@@ -91,6 +92,8 @@ def is_sized_by_values(op: tf.Operation, node: tf.compat.v1.NodeDef) -> bool:
         return False
     if not op.inputs or any(each.shape.rank is None for each in op.inputs):
         return False
+    if op.type in _OF_LOOPS:  # sizes are those of what a loop takes; how many elements a list has may be known
+        return op.type == "TensorListStack" and node.attr["num_elements"].i < 0
     inputs = [_like(each) for each in op.inputs]
     attributes = {name: value for name, value in node.attr.items() if not name.startswith("_")}
     said = sorted((name, value.SerializeToString(deterministic=True)) for name, value in attributes.items())

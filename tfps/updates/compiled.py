@@ -188,10 +188,18 @@ class CompiledSteps:
     def _say_what_stays(self, traced: Traced, parts: Parts) -> None:
         for op in traced.graph.get_operations()[traced.begin :]:
             if op.type in ("While", "StatelessWhile"):
-                _say_once(f"loops stay with TensorFlow in a step that XLA compiles, first at {place_of(op)}")
+                _say_once(
+                    "loops, so the cells of recurrent layers, stay with TensorFlow in a step that XLA compiles, first "
+                    f"at {place_of(op)}"
+                )
                 break
         needed = {id(each) for each in computed_from(tensor for tensor, _ in traced.gradients)}
         unsized = parts.unsized  # of a step that trains only what gradients need: the others are tfps' own
+        of_loops = set[tf.Operation]()  # said above: what they return may have a size that only data tells
+        for op in unsized:
+            if any(each.op.type.startswith("TensorList") or each.op in of_loops for each in op.inputs):
+                of_loops.add(op)
+        unsized = [op for op in unsized if op not in of_loops]
         if needed:
             unsized = [op for op in unsized if any(id(each) in needed for each in op.outputs)]
         if unsized:
