@@ -21,10 +21,8 @@ from tfps.graph.cut import group
 from tfps.graph.first_runs import flag, watch
 from tfps.graph.ops import computed_from, outside, place_of
 from tfps.graph.parts import Part, Parts, Traced
-from tfps.graph.tf_private import is_differentiated
-from tfps.keras_hooks.xla import asked_by_keras
-from tfps.runtime.first_runs import Compiling, FirstRuns
 from tfps.graph.tf_private import eagerly, is_differentiated
+from tfps.keras_hooks.xla import asked_by_keras
 from tfps.runtime.first_runs import Compiling, FirstRuns, KnownParts
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
