@@ -36,6 +36,17 @@ def test_a_dtype_that_cannot_be_summed_is_refused_by_name() -> None:
         graph_ops.to_bytes(tf.constant(["a"]))
 
 
+def test_what_goes_to_a_gpu_is_copied_on_the_host_first_and_nothing_else_is() -> None:
+    def copies(*devices: str) -> list[str]:
+        function = tf.function(lambda data: tf.identity(graph_ops.for_devices(data, devices)), autograph=False)
+        made = function.get_concrete_function(tf.TensorSpec([None], tf.uint8))
+        assert made(tf.constant([3, 5], tf.uint8)).numpy().tolist() == [3, 5]
+        return [op.device for op in made.graph.get_operations() if op.type == "DeepCopy"]
+
+    assert copies("/job:localhost/replica:0/task:0/device:CPU:0") == []
+    assert copies("/device:CPU:0", "/job:localhost/replica:0/task:0/device:GPU:1") == [graph_ops.HOST]
+
+
 @pytest.mark.parametrize("offset", [0, 1, 8], ids=lambda offset: f"offset {offset}")
 def test_an_array_becomes_a_tensor_whatever_its_alignment(offset: int) -> None:
     raw = np.arange(256, dtype=np.uint8)

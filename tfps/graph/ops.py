@@ -121,6 +121,17 @@ def from_raw(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(data if dtype.size == 1 else tf.reshape(data, [-1, dtype.size]), dtype)
 
 
+def for_devices(data: tf.Tensor, devices: Iterable[str]) -> tf.Tensor:
+    """`data` of the host, which goes to `devices`: copied to where a GPU reads at full speed, if one is a GPU.
+
+    What an op on the host makes for a GPU TensorFlow allocates in pinned memory. What comes from numpy is elsewhere.
+    """
+    if not any("GPU" in device for device in devices):
+        return data
+    with tf.device(HOST):
+        return tf.raw_ops.DeepCopy(x=data)
+
+
 def tensor_of(array: Array) -> tf.Tensor:
     """Returns an eager tensor that shares the memory of `array` where dlpack can, else a copy."""
     # On unaligned data dlpack aborts the process.

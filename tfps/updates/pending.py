@@ -223,8 +223,9 @@ class PlannedBucket(Deferral):
     def _update(self, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
         number = self.strategy.extended._get_replica_id_in_sync_group(self.replica)
         context = distribute_lib.ReplicaContext(self.strategy, number)
-        pieces = split(data, self.updates[0].dtype, self.variables)
         components = [variable._values[self.replica] for variable in self.variables]
+        data = graph_ops.for_devices(data, [component.device for component in components])
+        pieces = split(data, self.updates[0].dtype, self.variables)
         written: list[list[tf.Operation]] = []
         for item, component, piece in zip(self.updates, components, pieces, strict=True):
             before = len(ops.get_default_graph().get_operations())
