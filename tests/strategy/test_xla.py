@@ -132,11 +132,11 @@ def adam(**options: Argument) -> Callable[[], keras.optimizers.Optimizer]:
 @pytest.mark.parametrize(
     ("build", "optimizer", "options"),
     [
-        pytest.param(mlp, sgd(), {}, marks=pytest.mark.long),
+        (mlp, sgd(), {}),
         pytest.param(mlp, sgd(), {"steps_per_execution": 2}, marks=pytest.mark.long),
         pytest.param(mlp, sgd(global_clipnorm=0.1), {}, marks=pytest.mark.long),
         pytest.param(mlp, lambda: keras.optimizers.LossScaleOptimizer(sgd()()), {}, marks=pytest.mark.long),
-        (normalized, adam(), {}),
+        pytest.param(normalized, adam(), {}, marks=pytest.mark.long),
         pytest.param(attention, sgd(gradient_accumulation_steps=2), {}, marks=pytest.mark.long),
         pytest.param(embedding, sgd(momentum=0.9), {}, marks=pytest.mark.long),
         pytest.param(convolutions, sgd(), {}, marks=pytest.mark.long),
@@ -438,7 +438,7 @@ class CallsAFunction(OwnStep):
         return self.inner(batch)
 
 
-@pytest.mark.parametrize("kind", [IsAFunction, CallsAFunction])
+@pytest.mark.parametrize("kind", [pytest.param(IsAFunction, marks=pytest.mark.long), CallsAFunction])
 def test_a_train_step_may_be_a_function_of_tensorflow_but_what_it_calls_must_not_which_is_warned_of(
     in_parts: tfps.Strategy, caplog: pytest.LogCaptureFixture, kind: type[OwnStep]
 ) -> None:

@@ -14,11 +14,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from recorded import sends
+from recorded import sends, spans
 
 import tfps
 from tfps.graph.ops import PASS, SEND, before, called, needed, outside
 from tfps.graph.parts import Part
+from tfps.trace.capture import Span
+from tfps.trace.recorder import Recorder
 from tfps.types import Array, Structure, Value
 
 BLOCKS, UNITS = 4, 32
@@ -94,10 +96,32 @@ def test_the_next_forward_pass_runs_up_to_the_part_that_waits_for_the_last_reply
         model = build(strategy, passes)
         fit(model, 1)
         model.get_weights()
+        recorder = strategy._runtime.recorder
+        recorder.start()
         ahead, behind, released, ended = companion.passes_while_held(other, lambda: fit(model, 2), passes, BLOCKS - 1)
         assert ahead
         assert (behind, released) == (1, 1), "the last block must wait for its own reply"
         assert ended
+        check_recorded(strategy.extended.compiled.made[-1].parts, recorder)
+
+
+def check_recorded(parts: Sequence[Part], recorder: Recorder) -> None:
+    """A trace shows that in the second step the part of the last block alone waited for the reply that was held."""
+    ran: dict[int, list[Span]] = {}
+
+    def all_recorded() -> bool:
+        ran.clear()
+        for span in spans(recorder):
+            if span.kind == "part":
+                ran.setdefault(span.slice, []).append(span)
+        return len(ran) == len(parts) and all(len(each) == 2 for each in ran.values())
+
+    assert companion.wait_until(all_recorded)
+    held = min(span.begin_ns for span in spans(recorder) if span.kind == "update" and span.priority == BLOCKS - 1)
+    forward = {each.waits: ran[number][1] for number, each in enumerate(parts) if each.sends == BLOCKS - 1}
+    assert sorted(forward) == list(range(BLOCKS))
+    for waits, span in forward.items():
+        assert span.begin_ns > held if waits == BLOCKS - 1 else span.end_ns < held
 
 
 def test_one_part_would_make_the_whole_forward_pass_wait(monkeypatch: pytest.MonkeyPatch) -> None:
