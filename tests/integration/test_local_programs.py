@@ -139,6 +139,7 @@ def server() -> Iterator[ParameterServer]:
     running.stop()
 
 
+@pytest.mark.long
 def test_a_killed_worker_ends_the_others_with_an_error_that_names_its_rank(server: ParameterServer) -> None:
     settings = {"TFPS_MODE": "local", "TFPS_INNER_STEPS": "5"}
     with processes.started("endless.py", [server.address], 2, [[], ["stays"]], **settings) as running:

@@ -131,6 +131,7 @@ def test_traffic_within_a_host_is_not_shaped() -> None:
             assert any(netlab_probe.measure([flow], window_s=0.2)[0] > 100 for _ in range(netlab.ATTEMPTS))
 
 
+@pytest.mark.long
 @needs_labs
 def test_the_probe_finds_the_rates_also_after_a_change() -> None:
     with Netlab(hosts=2, rate_mbit=50) as lab:
@@ -146,6 +147,7 @@ def test_the_probe_finds_the_rates_also_after_a_change() -> None:
         assert all(abs(one.payload_mbit / 19.128 - 1) <= netlab.TOLERANCE for one in lab.probe())
 
 
+@pytest.mark.long
 @needs_labs
 def test_each_host_and_direction_has_its_rate() -> None:
     with Netlab(hosts=2, rate_mbit=[30, Rate(tx_mbit=60, rx_mbit=20)]) as lab:
