@@ -242,9 +242,9 @@ def shared_memory(config: Config) -> Check:
 
 
 def sockets() -> Check:
-    """Whether C code sends and receives slices, which takes about a quarter of a job's CPU off slow links."""
+    """Whether C code sends and receives slices, which takes less of the processors (docs/transport.md)."""
     text = "C code sends and receives" if IN_C else "Python code sends and receives"
-    advice = "slices between hosts take about a third more CPU without C code: install a C compiler, then tfps again"
+    advice = "slices between hosts take up to a third more CPU without C code: install a C compiler, then tfps again"
     return warn_if("sockets", not IN_C, text, advice, "slow", {"c": IN_C})
 
 

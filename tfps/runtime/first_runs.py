@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import tensorflow as tf
@@ -66,13 +66,6 @@ class Compiling:
             self._tell(False)
 
 
-@dataclass(frozen=True)
-class FirstRun:
-    """The first run of a function's parts with some sizes."""
-
-    times: Sequence[Interval]  # ns of the wall clock, of each part, from when it had what it needs to its end
-
-
 class FirstRuns(Transfer):
     """The messages of one graph about such runs; see graph/first_runs.py."""
 
@@ -87,18 +80,20 @@ class FirstRuns(Transfer):
         super().__init__(UNDECLARED, _NOTHING)
         self._compiling, self._on_new, self._record = compiling, on_new, record
         self.sizes: list[Sizes] = []  # that have come, in this order
-        self.runs: list[FirstRun] = []  # that have ended
+        # Of the first run with each size that has ended, of each part, from when it had what it needs to its end: ns of
+        # the wall clock.
+        self.runs: list[Sequence[Interval]] = []
         self._under_way: set[int] = set()  # numbers of runs with new sizes
         self.last: Variable | None = None  # sizes of the last run: the graph's, which lives as long as this
 
     @property
     def seconds(self) -> float:
         """How long parts ran for the first time, together; several at a time count once."""
-        return sum(total(union(run.times)) for run in list(self.runs)) / 1e9
+        return sum(total(union(run)) for run in list(self.runs)) / 1e9
 
     def seconds_of(self, part: int) -> float:
         """How long one part did."""
-        return sum(end - begin for begin, end in (run.times[part] for run in list(self.runs))) / 1e9
+        return sum(end - begin for begin, end in (run[part] for run in list(self.runs))) / 1e9
 
     def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor, /) -> None:
         run, noted = int(graph_run), times.numpy()
@@ -115,7 +110,7 @@ class FirstRuns(Transfer):
             self._under_way.remove(run)
             self._compiling.ended(run)
             pairs = np.rint(noted.reshape(-1, 2) * 1e9).astype(np.int64).tolist()
-            self.runs.append(FirstRun([(begin, max(begin, end)) for begin, end in pairs]))
+            self.runs.append([(begin, max(begin, end)) for begin, end in pairs])
 
 
 class KnownParts:

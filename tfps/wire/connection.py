@@ -252,22 +252,26 @@ class Connection:
             self._poll.poll()
         # Chosen only now: something more urgent may have come while the socket was full.
         if _native is not None and (run := queue.take_run(self._rate.part_bytes, _MAX_RUN)) is not None:
-            self._send_run(queue, run, waited)
-            return True
-        if (taken := queue.take_parts(self._rate.part_bytes)) is None:
+            nbytes, parts, full = self._send_run(queue, run)
+        elif (taken := queue.take_parts(self._rate.part_bytes)) is not None:
+            nbytes, parts, full = self._send_together(taken)
+        else:
             return False
+        if self._rate.sent(nbytes, waited=waited or full, now_s=time.monotonic(), parts=parts):
+            self._set_unsent()
+        return True
+
+    def _send_together(self, taken: Sequence[Next]) -> tuple[int, int, bool]:
+        """Sends parts in one call; returns their bytes, one, and whether the socket was full meanwhile."""
         nbytes, last = 0, len(taken) - 1
         buffers: list[bytes | memoryview] = []
         for index, each in enumerate(taken):
             buffers += _encoded(each, index < last)
             nbytes += each.end - each.begin
-        full = self._send(buffers)
-        if self._rate.sent(nbytes, waited=waited or full, now_s=time.monotonic()):
-            self._set_unsent()
-        return True
+        return nbytes, 1, self._send(buffers)
 
-    def _send_run(self, queue: SendQueue, run: Next, waited: bool) -> None:
-        """Sends several parts of one frame in C, until something more urgent comes."""
+    def _send_run(self, queue: SendQueue, run: Next) -> tuple[int, int, bool]:
+        """Sends several parts of one frame in C, until something more urgent comes; returns as `_send_together`."""
         part_bytes = self._rate.part_bytes
         head, payload = _encoded(run, False)
         try:
@@ -275,9 +279,7 @@ class Connection:
         except OSError as error:
             raise BrokenConnectionError(*error.args) from error
         queue.ran(run, run.begin + sent)
-        waited = waited or waits > 0
-        if self._rate.sent(sent, waited=waited, now_s=time.monotonic(), parts=sent // part_bytes):
-            self._set_unsent()
+        return sent, sent // part_bytes, waits > 0
 
     def _send(self, buffers: Sequence[bytes | memoryview]) -> bool:
         """Sends all of `buffers`; returns whether the socket was full meanwhile."""
