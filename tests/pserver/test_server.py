@@ -64,7 +64,7 @@ class Member(RawWorker):
             if header.kind == Kind.PUSH and not header.flags and header.bucket != 1:
                 region = self._arena.allocate(len(payload))
                 assert region is not None
-                message = write_shared(header, payload, region.target(0, len(payload)))
+                message = frames.encode(*write_shared(header, payload, region.target(0, len(payload))))
                 self._region = region  # of the last push: its sum comes to the same place
         super().send(message)
 

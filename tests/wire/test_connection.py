@@ -26,6 +26,7 @@ from tfps.wire import frames
 from tfps.wire.connection import (
     CHEAP_PART_BYTES,
     IN_C,
+    LARGE_PARTS,
     MAX_PART_BYTES,
     MIN_PART_BYTES,
     PART_S,
@@ -168,6 +169,27 @@ def test_an_urgent_slice_overtakes_one_that_is_under_way(pair: tuple[socket.sock
     assert the_end(ended) is None
 
 
+def test_parts_are_larger_once_nothing_more_urgent_is_expected(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    sends = queue()
+
+    def largest(*buckets: int, step: int) -> int:
+        """The largest part of these slices: 0 is urgent, 1 is not."""
+        for each in (item(bucket, (10, 200_000)[bucket], bucket) for bucket in buckets):
+            sends.put([each._replace(header=each.header._replace(step=step))])
+        parts, left = list[int](), sum((10, 200_000)[bucket] for bucket in buckets)
+        while sum(parts) < left:
+            parts.append(decode_part(there.recv(PART_BYTES, socket.MSG_WAITALL)).nbytes)
+            there.recv(parts[-1], socket.MSG_WAITALL)
+        return max(parts)
+
+    with sending(Connection(here), sends):
+        assert largest(1, step=0) == CHEAP_PART_BYTES  # who knows?
+        assert largest(0, step=0) == 10
+        assert largest(1, step=1) == CHEAP_PART_BYTES
+        assert largest(0, 1, step=1) == 200_000
+
+
 def test_a_failed_queue_tells_the_other_end(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = map(Connection, pair)
     sends = queue()
@@ -196,13 +218,13 @@ def test_a_frame_outside_the_window_arrives_whole(pair: tuple[socket.socket, soc
 def test_parts_of_any_size_and_order_become_the_frames_that_they_are(
     data: st.DataObject, pair: tuple[socket.socket, socket.socket]
 ) -> None:
-    sizes = data.draw(st.lists(st.sampled_from((0, 1, 200)), min_size=1, max_size=5))
+    sizes = data.draw(st.lists(st.sampled_from((0, 1, 200, 600_000)), min_size=1, max_size=5))
     payloads = [bytes([number]) * nbytes for number, nbytes in enumerate(sizes)]
     begins, sent, here = dict.fromkeys(range(len(sizes)), 0), b"", pair[0]
     while begins:
         number = data.draw(st.sampled_from(sorted(begins)))
         begin = begins[number]
-        end = min(begin + data.draw(st.sampled_from((50, 100))), sizes[number])
+        end = min(begin + max(sizes[number] // data.draw(st.sampled_from((2, 4))), 1), sizes[number])
         last = end == sizes[number]
         more = (not last or len(begins) > 1) and data.draw(st.booleans())
         header = Header(Kind.PUSH, bucket=number, received=len(sent))
@@ -268,6 +290,8 @@ CUTS = {
     "in a header": encode_part(Header(Kind.PUSH), 8, 0, 8)[:10],
     "before a payload": encode_part(Header(Kind.PUSH), 8, 0, 8),
     "in a payload": encode_part(Header(Kind.PUSH), 8, 0, 8) + b"abc",
+    "in a large part": encode_part(Header(Kind.PUSH), 900_000, 0, 800_000) + bytes(700_000),
+    "after a large part": encode_part(Header(Kind.PUSH), 900_000, 0, 800_000) + bytes(800_000),
     "before a header that was announced": encode_part(Header(Kind.ACK), 0, 0, 0, more=True),
     "in a header that was announced": encode_part(Header(Kind.PUSH), 8, 0, 4, more=True) + b"abcdefg",
 }
@@ -381,6 +405,7 @@ def test_a_part_takes_about_half_a_millisecond(mbit: int) -> None:
 @pytest.mark.parametrize("mbit", [200, 300, 700])
 def test_a_part_that_saves_cpu_is_larger(mbit: int) -> None:
     assert on_link(mbit * 1e6 / 8).part_bytes == CHEAP_PART_BYTES
+    assert on_link(mbit * 1e6 / 8).large_part_bytes == LARGE_PARTS * CHEAP_PART_BYTES
 
 
 @pytest.mark.parametrize("mbit", [50, 100, 150])
@@ -389,8 +414,8 @@ def test_no_part_holds_an_urgent_one_up_for_longer_than_four_milliseconds(mbit: 
 
 
 def test_slow_and_fast_links_stay_within_bounds() -> None:
-    assert on_link(1e5).part_bytes == MIN_PART_BYTES
-    assert on_link(1e11, 0.1).part_bytes == MAX_PART_BYTES
+    assert on_link(1e5).part_bytes == on_link(1e5).large_part_bytes == MIN_PART_BYTES
+    assert on_link(1e11, 0.1).part_bytes == on_link(1e11, 0.1).large_part_bytes == MAX_PART_BYTES
 
 
 def test_a_socket_that_takes_all_at_once_gets_larger_parts() -> None:

@@ -257,9 +257,9 @@ def test_a_run_of_parts_gives_way_and_its_rest_keeps_its_place() -> None:
 
     put(0, 5)
     put(1, 5)
-    run = queue.take_run(100, 4)
+    run = queue.take_run(100, 200, 4)
     assert run is not None
-    assert (run.begin, run.end, queue.load.in_flight_bytes) == (0, 400, 400)
+    assert (run.parts.begin, run.parts.end, run.part_bytes, queue.load.in_flight_bytes) == (0, 400, 100, 400)
     put(2, 5)
     put(3, 6)
     assert not queue.overtaken[0]  # neither is more urgent
@@ -270,36 +270,66 @@ def test_a_run_of_parts_gives_way_and_its_rest_keeps_its_place() -> None:
     assert taken() == [(4, 0, 1000), (0, 200, 1000), (1, 0, 1000), (2, 0, 1000), (3, 0, 1000)]
 
 
+def test_a_run_of_all_parts_gives_way_and_its_rest_keeps_its_place() -> None:
+    queue = SendQueue(2**20, "priority", piggyback=True, recorder=Recorder(), pserver=0)
+    queue.use_connection()
+    queue.put([item(5, 1000, bucket=bucket) for bucket in range(2)])
+    run = queue.take_run(300, 300, 99)
+    assert run is not None
+    assert run.parts.end == 1000
+    queue.put([item(4, 10, bucket=2)])
+    assert queue.overtaken[0]
+    queue.ran(run, 900)
+    parts = queue.take_parts(10_000) or []
+    assert [(each.begin, each.end) for each in parts] == [(0, 10), (900, 1000), (0, 1000)]
+
+
+def test_a_queue_is_settled_when_nothing_more_urgent_is_expected() -> None:
+    sends = queue(10_000)
+    for step, settled in enumerate((False, True)):
+        assert not sends.settled  # nothing is there
+        urgent, large = (
+            each._replace(header=each.header._replace(step=step)) for each in (item(0, bucket=1), item(1, bucket=0))
+        )
+        sends.put([large])
+        assert not sends.settled
+        sends.put([urgent])
+        assert [taken(sends), sends.settled, taken(sends)] == [urgent, settled, large]
+    fifo = queue(policy="fifo")
+    fifo.put([item(5)])
+    assert fifo.settled
+
+
 @pytest.mark.parametrize("end", ["close", "fail", "put_urgent"])
 def test_a_run_ends_with_its_queue_and_for_frames_outside_the_window(end: str) -> None:
     queue = SendQueue(2**20, "fifo", piggyback=True, recorder=Recorder(), pserver=0)
     queue.use_connection()
     queue.put([Outgoing(Header(Kind.PUSH), 1000, memoryview(bytes(1000)))])
-    run = queue.take_run(100, 99)
+    run = queue.take_run(100, 400, 2)
     assert run is not None
-    assert run.end == 900  # the last part leaves with whatever is next
+    assert (run.parts.end, run.part_bytes) == (800, 400)  # nothing is more urgent
     calls = {"close": (), "fail": (WorkerLostError("gone"),), "put_urgent": (b"frame",)}
     getattr(queue, end)(*calls[end])
     assert queue.overtaken[0]
     queue.ran(run, 300)
-    assert queue.take_run(100, 99) is None
+    assert queue.take_run(100, 400, 2) is None
 
 
 @pytest.mark.parametrize(
     "item",
     [
-        Outgoing(Header(Kind.PUSH), 200, memoryview(bytes(200))),  # has one part and its last
+        Outgoing(Header(Kind.PUSH), 100, memoryview(bytes(100))),
         Outgoing(
             Header(Kind.PUSH), 1000, memoryview(bytes(1000)), target=Target(Place(0, 1000), np.zeros(1000, np.uint8))
         ),
     ],
 )
-def test_what_has_no_several_parts_before_its_last_is_no_run(item: Outgoing) -> None:
+def test_what_has_no_several_parts_is_no_run(item: Outgoing) -> None:
     queue = SendQueue(2**20, "priority", piggyback=True, recorder=Recorder(), pserver=0)
     queue.use_connection()
-    assert queue.take_run(100, 99) is None
+    assert queue.take_run(100, 400, 2) is None
     queue.put([item])
-    assert queue.take_run(100, 99) is None
+    assert queue.take_run(100, 400, 2) is None
 
 
 def test_an_error_is_reported_once_and_raised_to_everybody() -> None:

@@ -281,6 +281,11 @@ def test_another_network_namespace_is_another_host(cluster: jobs.Cluster, monkey
 # Protocol
 
 
+def shared(header: Header, place: Place) -> bytes:
+    """A message that says where a payload is."""
+    return frames.encode(*frames.shared(header, place))
+
+
 @pytest.fixture
 def sharing(cluster: jobs.Cluster) -> tuple[jobs.RawWorker, Arena]:
     """A worker that has declared a slice of 1024 bytes and a gather, and its memory."""
@@ -300,7 +305,7 @@ def test_the_sum_takes_the_place_of_the_slice(sharing: tuple[jobs.RawWorker, Are
     assert region is not None
     for step, flags in ((0, 0), (1, EMPTY)):
         region.array[:] = 7
-        raw.send(frames.encode_shared(Header(Kind.PUSH, flags, step=step), region.place(1024, 1024)))
+        raw.send(shared(Header(Kind.PUSH, flags, step=step), region.place(1024, 1024)))
         header, payload = raw.read()
         assert (header.kind, header.flags, header.step) == (Kind.REPLY, SHARED, step)
         assert frames.decode_place(header, memoryview(payload)) == region.place(1024, 1024)
@@ -308,16 +313,16 @@ def test_the_sum_takes_the_place_of_the_slice(sharing: tuple[jobs.RawWorker, Are
         assert set(region.array[1024:2048].tolist()) == {expected}
         assert set(region.array[:1024].tolist()) == set(region.array[2048:].tolist()) == {7}
     # What came in and is in no frame counts all the same: half of a window of 4096 bytes is receipted with a reply.
-    raw.send(frames.encode_shared(Header(Kind.PUSH, step=2), region.place(1024, 1024)))
+    raw.send(shared(Header(Kind.PUSH, step=2), region.place(1024, 1024)))
     assert raw.read()[0].received == 2048
 
 
 WRONG = {
     "no place": (frames.encode(Header(Kind.PUSH, SHARED), b"12345"), "the place of a shared slice must have 16 bytes"),
-    "beyond the end": (frames.encode_shared(Header(Kind.PUSH), Place(2**40, 1024)), "must end within its"),
-    "wrong size": (frames.encode_shared(Header(Kind.PUSH), Place(0, 1020)), "must have 1024 bytes"),
-    "wrong size, nothing there": (frames.encode_shared(Header(Kind.PUSH, EMPTY), Place(0, 8)), "must have 1024 bytes"),
-    "a gather": (frames.encode_shared(Header(Kind.PUSH, bucket=1), Place(0, 8)), "bucket 'g' must come in frames"),
+    "beyond the end": (shared(Header(Kind.PUSH), Place(2**40, 1024)), "must end within its"),
+    "wrong size": (shared(Header(Kind.PUSH), Place(0, 1020)), "must have 1024 bytes"),
+    "wrong size, nothing there": (shared(Header(Kind.PUSH, EMPTY), Place(0, 8)), "must have 1024 bytes"),
+    "a gather": (shared(Header(Kind.PUSH, bucket=1), Place(0, 8)), "bucket 'g' must come in frames"),
 }
 
 
@@ -336,7 +341,7 @@ def test_a_place_in_memory_that_was_not_offered_fails_the_job(cluster: jobs.Clus
     assert not raw.joined.shared_memory
     raw.open().declare()
     raw.declare(pb.Bucket(names=["b"], kind="sum", nbytes=1024, dtype="float32"), number=1)
-    raw.send(frames.encode_shared(Header(Kind.PUSH), Place(0, 1024)))
+    raw.send(shared(Header(Kind.PUSH), Place(0, 1024)))
     assert "bucket 'b' must come in frames" in str(raw.read_error())
 
 
@@ -345,14 +350,14 @@ def test_a_reply_at_a_wrong_place_fails_the_worker(
     cluster: jobs.Cluster, monkeypatch: pytest.MonkeyPatch, wrong: bytes
 ) -> None:
     (worker,) = job(cluster, cluster.pserver(1), 1)
-    encode = frames.encode_shared
+    right = frames.shared
 
-    def wrongly(header: Header, place: Place) -> bytes:
+    def wrongly(header: Header, place: Place) -> tuple[Header, bytes]:
         if header.kind == Kind.REPLY:
-            return frames.encode(header._replace(flags=SHARED), wrong)
-        return encode(header, place)
+            return header._replace(flags=SHARED), wrong
+        return right(header, place)
 
-    monkeypatch.setattr(frames, "encode_shared", wrongly)
+    monkeypatch.setattr(frames, "shared", wrongly)
     pending = push(worker, 1, bytes(400))
     with pytest.raises(ProtocolError, match=r"place of a shared slice|must be at Place"):
         pending.wait()

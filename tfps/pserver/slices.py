@@ -39,7 +39,8 @@ class Push(NamedTuple):
 
     def reply(self, flags: int = 0) -> Header:
         """The header of what answers it."""
-        return self.header._replace(kind=Kind.REPLY, flags=flags, received=0)
+        _, _, bucket, index, priority, step, _, generation = self.header  # `_replace` takes five times as long
+        return Header(Kind.REPLY, flags, bucket, index, priority, step, 0, generation)
 
     def part(self, format_: SliceFormat) -> Array | None:
         """What it contributes; None: nothing."""
@@ -143,7 +144,7 @@ class RoundSlice(OwnedSlice):
                 self._first_ns = now_ns
             self._add(push)
             self._arrived(push, now_ns)
-            self._latest = push._replace(payload=_NOTHING, target=None)
+            self._latest = Push(push.rank, push.header, _NOTHING)
             wait_ns = now_ns - self._first_ns if push.rank in round_.arrived else 0
             return self._completed(upcoming) if round_.complete else [], wait_ns
 

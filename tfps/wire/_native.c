@@ -19,6 +19,7 @@
 
 enum { HEADER = 32, PART = HEADER + 12, SAME = 24 }; /* bytes; the first 24 name the frame, then comes `received` */
 enum { BACK_S = 1 }; /* a slow frame lets Python note a sign of life so often */
+enum { TOGETHER = 128 * 1024 }; /* of a large part so many bytes wake its receiver once */
 
 static const uint32_t MORE = 1u << 31; /* in the bytes of a part: the next one is sent together with it */
 
@@ -66,15 +67,34 @@ static int left_of(struct iovec *pieces, int count, size_t done)
     return count - first;
 }
 
-/* Receives all of `pieces`; 0 if the connection ends before, else -1 with errno. `so_far` counts. */
-static int receive_all(int fd, struct iovec *pieces, int count, size_t *so_far)
+/* Has `fd` count as readable, and its reader woken, once `nbytes` are there; `now` is what was set before. */
+static void set_least(int fd, int *now, size_t nbytes)
+{
+    int least = (int)nbytes;
+    if (least != *now)
+        setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    *now = least;
+}
+
+/* Receives all of `pieces`; 0 if the connection ends before, else -1 with errno. `so_far` counts.
+
+   A large part wakes this thread for each `TOGETHER` bytes, not for each packet: not for more at once, as Linux then lets
+   the other end send further ahead, and an urgent slice waits behind that. `least` is never more than what is left, so
+   nothing waits for bytes that may not come. */
+static int receive_all(int fd, struct iovec *pieces, int count, int *least, size_t *so_far)
 {
     *so_far = 0;
     count = left_of(pieces, count, 0); /* an empty piece would look like the end */
     while (count) {
         struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
-        ssize_t got = recvmsg(fd, &message, MSG_WAITALL);
-        if (got < 0 && errno == EINTR)
+        struct pollfd ask = {.fd = fd, .events = POLLIN};
+        size_t left = pieces[0].iov_len + (count > 1 ? pieces[1].iov_len : 0);
+        int together = left >= TOGETHER;
+        set_least(fd, least, !together ? 1 : left < 2 * TOGETHER ? left : TOGETHER);
+        if (together && poll(&ask, 1, -1) < 0 && errno != EINTR)
+            return -1;
+        ssize_t got = recvmsg(fd, &message, together ? MSG_DONTWAIT : MSG_WAITALL);
+        if (got < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK))
             continue;
         if (got <= 0)
             return (int)got;
@@ -91,7 +111,7 @@ PyDoc_STRVAR(receive_doc, "receive(fd, head, payload) -> (bytes of the payload t
 
 static PyObject *receive(PyObject *module, PyObject *arguments)
 {
-    int fd, got = 1, known = 0;
+    int fd, got = 1, known = 0, least = 1;
     Py_buffer head, payload;
     size_t so_far = 0, wanted = 0, there = 0;
     (void)module;
@@ -114,7 +134,7 @@ static PyObject *receive(PyObject *module, PyObject *arguments)
         known = part.more || there < part.total;
         struct iovec pieces[2] = {{(char *)payload.buf + part.offset, part.nbytes}, {bytes, PART}};
         wanted = part.nbytes + (known ? PART : 0);
-        if ((got = receive_all(fd, pieces, known ? 2 : 1, &so_far)) <= 0 || there == part.total)
+        if ((got = receive_all(fd, pieces, known ? 2 : 1, &least, &so_far)) <= 0 || there == part.total)
             break;
         Part next = part_of(bytes);
         if (memcmp(name, bytes, SAME) || next.total != part.total || next.offset != there || !next.nbytes
@@ -122,6 +142,9 @@ static PyObject *receive(PyObject *module, PyObject *arguments)
             break;
         part = next;
     }
+    int error = errno;
+    set_least(fd, &least, 1);
+    errno = error;
     Py_END_ALLOW_THREADS
     if (got < 0)
         PyErr_SetFromErrno(PyExc_OSError);
@@ -169,8 +192,8 @@ static PyObject *send_parts(PyObject *module, PyObject *arguments)
     volatile const unsigned char *stop = overtaken.buf;
     unsigned char bytes[PART];
     memcpy(bytes, head.buf, PART);
-    for (int first = 1; done < payload.len; first = 0) {
-        if (!first && ((waited = writable(fd)) < 0 || *stop)) /* the caller has asked the socket for the first one */
+    while (done < payload.len) {
+        if ((waited = writable(fd)) < 0 || *stop)
             break;
         waits += waited;
         Py_ssize_t nbytes = payload.len - done < part_bytes ? payload.len - done : part_bytes;

@@ -24,7 +24,7 @@ from tfps.wire import frames
 from tfps.wire.frames import EMPTY, PART_BYTES, Assembler, Header, Kind, Part, decode_part, encode_part
 from tfps.wire.job_token import MAX_TOKEN_BYTES, JobToken
 from tfps.wire.reach import split
-from tfps.wire.send_queue import Next, SendQueue
+from tfps.wire.send_queue import Next, Run, SendQueue
 from tfps.wire.shared_memory import Place, Target
 
 try:
@@ -84,11 +84,11 @@ def not_expected(header: Header, data: Kind) -> ProtocolError:
     return ProtocolError(f"kind of a frame must be {data.name}, ACK or ERROR here, got {Kind(header.kind).name}")
 
 
-def write_shared(header: Header, payload: memoryview | None, target: Target) -> bytes:
-    """Writes a slice to its `target` in shared memory; returns the frame that says where it is."""
+def write_shared(header: Header, payload: memoryview | None, target: Target) -> tuple[Header, bytes]:
+    """Writes a slice to its `target` in shared memory; returns header and payload of the frame that says where."""
     if payload is not None:
         np.copyto(target.memory, np.frombuffer(payload, np.uint8))
-    return frames.encode_shared(header, target.place)
+    return frames.shared(header, target.place)
 
 
 # Over gRPC: frames as messages
@@ -107,7 +107,7 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
         else:
             header = item.header._replace(received=taken.received)
             if item.target is not None:
-                yield write_shared(header, item.payload, item.target)
+                yield frames.encode(*write_shared(header, item.payload, item.target))
             else:
                 yield frames.encode(header, item.encoding.data() if item.encoding else item.payload or b"")
         item = taken = None  # frees the payload while waiting for the next
@@ -144,6 +144,7 @@ _LEAST_RATE_S = 5e-3  # shortest time to measure a rate
 _RATE_SMOOTHING = 0.3
 _GROW_AFTER = 16  # after so many parts in a row without a wait they grow
 _MAX_RUN = 16  # parts that C code sends before the rate is looked at
+LARGE_PARTS = 4  # times the size of a part, while nothing more urgent is expected
 _UNLIMITED_AFTER = 4  # so many mean that nothing need be asked before the next
 
 
@@ -169,39 +170,44 @@ class RateEstimator:
         """The most that the kernel may hold unsent."""
         return int(self.part_bytes * UNSENT_S / PART_S)
 
+    @property
+    def large_part_bytes(self) -> int:
+        """Bytes of a part while nothing more urgent is expected; the same where even the smallest takes long."""
+        slow = self.part_bytes == MIN_PART_BYTES
+        return self.part_bytes if slow else min(LARGE_PARTS * self.part_bytes, MAX_PART_BYTES)
+
     def idle(self) -> None:
         """Notes that there was nothing to send: that a socket takes what comes now and then does not show its rate."""
         self._since_s, self.free = None, 0
 
-    def sent(self, nbytes: int, *, waited: bool, now_s: float, parts: int = 1) -> bool:
-        """Notes that the socket took `nbytes`, at once or after it `waited`; returns whether the sizes changed."""
+    def sent(self, nbytes: int, *, waited: bool, now_s: float, parts: int = 1) -> None:
+        """Notes that the socket took `nbytes`, at once or after it `waited`."""
         if not waited:
             self._nbytes += nbytes
             self.free += parts
             if self.free >= _GROW_AFTER and self.part_bytes < MAX_PART_BYTES:
                 self.free = 0
-                return self._set(2 * self.part_bytes)
-            return False
+                self._set(2 * self.part_bytes)
+            return
         self.free = 0
         if self._since_s is None:
             self._since_s, self._nbytes = now_s, nbytes
-            return False
+            return
         passed_s = now_s - self._since_s
         if passed_s < _LEAST_RATE_S:
             self._nbytes += nbytes
-            return False
+            return
         rate = self._nbytes / passed_s
         self._rate = rate if not self._rate else (1 - _RATE_SMOOTHING) * self._rate + _RATE_SMOOTHING * rate
         self._since_s, self._nbytes = now_s, nbytes
-        return self._set(max(self._rate * PART_S, min(CHEAP_PART_BYTES, self._rate * SLOW_PART_S)))
+        self._set(max(self._rate * PART_S, min(CHEAP_PART_BYTES, self._rate * SLOW_PART_S)))
 
-    def _set(self, nbytes: float) -> bool:
+    def _set(self, nbytes: float) -> None:
         """Rounds to a power of two, so that small changes of the rate have no effect."""
         part = MIN_PART_BYTES
         while part < MAX_PART_BYTES and 1.5 * part < nbytes:
             part *= 2
-        before, self.part_bytes = self.part_bytes, part
-        return part != before
+        self.part_bytes = part
 
 
 class Connection:
@@ -221,7 +227,8 @@ class Connection:
         self._poll = select.poll()
         self._poll.register(connected, select.POLLOUT)
         self._rate = RateEstimator()
-        self._set_unsent()
+        self._unsent_bytes = 0
+        self._limit_unsent()
 
     def send(self, queue: SendQueue) -> None:
         """Sends what `queue` gives out until it is closed or fails, which the other end is told."""
@@ -246,40 +253,37 @@ class Connection:
                 return False
             if time.monotonic() - began_s > _IDLE_S:
                 self._rate.idle()
-        # A socket that has taken everything for a while is not asked first.
-        if waited := not (self._rate.free >= _UNLIMITED_AFTER or self._poll.poll(0)):
-            queue.prepare()
-            self._poll.poll()
-        # Chosen only now: something more urgent may have come while the socket was full.
-        if _native is not None and (run := queue.take_run(self._rate.part_bytes, _MAX_RUN)) is not None:
-            nbytes, parts, full = self._send_run(queue, run)
-        elif (taken := queue.take_parts(self._rate.part_bytes)) is not None:
-            nbytes, parts, full = self._send_together(taken)
+        small, large = self._rate.part_bytes, self._rate.large_part_bytes
+        if _native is not None and (run := queue.take_run(small, large, _MAX_RUN)) is not None:
+            nbytes, parts, waited = self._send_run(queue, run)
         else:
-            return False
-        if self._rate.sent(nbytes, waited=waited or full, now_s=time.monotonic(), parts=parts):
-            self._set_unsent()
+            # A socket that has taken everything for a while is not asked first.
+            if waited := not (self._rate.free >= _UNLIMITED_AFTER or self._poll.poll(0)):
+                queue.prepare()
+                self._poll.poll()
+            # Chosen only now: something more urgent may have come while the socket was full.
+            if (taken := queue.take_parts(large if queue.settled else small)) is None:
+                return False
+            nbytes, parts = sum(each.end - each.begin for each in taken), 1
+            waited |= self._send([buffer for each in taken for buffer in _encoded(each, each is not taken[-1])])
+        self._rate.sent(nbytes, waited=waited, now_s=time.monotonic(), parts=parts)
+        self._limit_unsent()
         return True
 
-    def _send_together(self, taken: Sequence[Next]) -> tuple[int, int, bool]:
-        """Sends parts in one call; returns their bytes, one, and whether the socket was full meanwhile."""
-        nbytes, last = 0, len(taken) - 1
-        buffers: list[bytes | memoryview] = []
-        for index, each in enumerate(taken):
-            buffers += _encoded(each, index < last)
-            nbytes += each.end - each.begin
-        return nbytes, 1, self._send(buffers)
+    def _send_run(self, queue: SendQueue, run: Run) -> tuple[int, int, bool]:
+        """Sends several parts of one frame in C until something more urgent comes.
 
-    def _send_run(self, queue: SendQueue, run: Next) -> tuple[int, int, bool]:
-        """Sends several parts of one frame in C, until something more urgent comes; returns as `_send_together`."""
-        part_bytes = self._rate.part_bytes
-        head, payload = _encoded(run, False)
+        Returns their bytes and number, and whether the socket was full meanwhile.
+        """
+        if run.waiting[2].encoding is not None and not self._poll.poll(0):
+            queue.prepare()
+        head, payload = _encoded(run.parts, False)
         try:
-            sent, waits = _native.send(self._socket.fileno(), head, payload, part_bytes, queue.overtaken)
+            sent, waits = _native.send(self._socket.fileno(), head, payload, run.part_bytes, queue.overtaken)
         except OSError as error:
             raise BrokenConnectionError(*error.args) from error
-        queue.ran(run, run.begin + sent)
-        return sent, sent // part_bytes, waits > 0
+        queue.ran(run, run.parts.begin + sent)
+        return sent, -(-sent // run.part_bytes), waits > 0
 
     def _send(self, buffers: Sequence[bytes | memoryview]) -> bool:
         """Sends all of `buffers`; returns whether the socket was full meanwhile."""
@@ -299,10 +303,12 @@ class Connection:
                 rest[0] = memoryview(rest[0])[sent:]
         return full
 
-    def _set_unsent(self) -> None:
-        if _NOT_SENT_LOWAT is not None:
+    def _limit_unsent(self) -> None:
+        """Has the kernel hold what suits the rate: for large parts, too, or TCP would queue more in the network."""
+        if self._rate.unsent_bytes != self._unsent_bytes and _NOT_SENT_LOWAT is not None:
+            self._unsent_bytes = self._rate.unsent_bytes
             with contextlib.suppress(OSError):  # it broke, which the next call notices
-                self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._rate.unsent_bytes)
+                self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._unsent_bytes)
 
     def receive(self, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
         """As the function `receive`; BrokenConnectionError: the connection broke, maybe within a frame."""
@@ -374,7 +380,8 @@ def _encoded(part: Next, more: bool) -> tuple[bytes | memoryview, ...]:
     if isinstance(item, bytes):
         return _whole(item, more)
     if item.target is not None:
-        return _whole(write_shared(item.header._replace(received=received), item.payload, item.target), more)
+        header, place = write_shared(item.header, item.payload, item.target)
+        return encode_part(header, len(place), 0, len(place), more, received), place
     head = encode_part(item.header, item.nbytes, begin, end - begin, more, received)
     payload = item.payload if item.encoding is None else item.encoding.data()
     return (head, payload[begin:end]) if end > begin and payload is not None else (head,)

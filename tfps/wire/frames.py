@@ -95,9 +95,9 @@ def _pack(header: Header, received: int | None = None) -> bytes:
     return _LAYOUT.pack(kind, flags, generation, bucket, index, priority, step, own if received is None else received)
 
 
-def encode_shared(header: Header, place: Place) -> bytes:
-    """A message for a slice whose payload has been written to `place`."""
-    return encode(header._replace(flags=header.flags | SHARED), _PLACE.pack(*place))
+def shared(header: Header, place: Place) -> tuple[Header, bytes]:
+    """Header and payload of a message for a slice whose payload has been written to `place`."""
+    return header._replace(flags=header.flags | SHARED), _PLACE.pack(*place)
 
 
 def decode_place(header: Header, payload: memoryview) -> Place | None:

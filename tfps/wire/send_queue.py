@@ -19,6 +19,7 @@ from tfps.trace.capture import NONE
 from tfps.trace.recorder import UNKNOWN, Recorder
 from tfps.wire.frames import Header, encode
 from tfps.wire.shared_memory import Target
+from tfps.wire.upcoming import Upcoming
 
 LEAST_S = 0.02  # shorter measurements say nothing
 SILENT_S = 5.0  # without a sign of life; the other end sends a heartbeat every second
@@ -91,6 +92,17 @@ class Next(NamedTuple):
     end: int = 0
 
 
+Waiting = tuple[int, int, Outgoing, int, int]  # priority, arrival, frame, when put (if recorded), payload bytes taken
+
+
+class Run(NamedTuple):
+    """Several parts of a frame, `part_bytes` each, that may be sent one by one; `waiting`: its place in a queue."""
+
+    parts: Next
+    part_bytes: int
+    waiting: Waiting
+
+
 class Throughput(NamedTuple):
     """Bytes and the seconds they took."""
 
@@ -144,12 +156,13 @@ class SendQueue:
         self._piggyback = piggyback
         self._recorder, self._rank, self._pserver = recorder, rank, pserver
         self.on_connection = False  # whether it feeds a data connection, whose socket limits what is in flight
-        self._changed = threading.Condition()  # guards all below; notified when `take` may have something to give
+        self._lock = threading.RLock()  # guards all below
+        self._changed = threading.Condition(self._lock)  # notified when `take` may have something to give
         self._urgent: deque[bytes] = deque()  # frames outside the window, before all others
-        # Priority, arrival, frame, when it was put (if recorded), payload bytes taken.
-        self._heap: list[tuple[int, int, Outgoing, int, int]] = []
+        self._heap: list[Waiting] = []
         self.overtaken = bytearray(1)  # 1: something more urgent has come since a run of parts was given out
         self._running = -1  # priority of that run; nothing is more urgent than -1
+        self._upcoming = Upcoming()
         self._arrivals = itertools.count()
         self._sent = self._acked = self._received = self._receipted = 0
         self._sent_slices = self._received_slices = 0
@@ -164,7 +177,7 @@ class SendQueue:
 
     def when_over(self, call: Callable[[], object]) -> None:
         """Has `call` called once nothing more can be put: at once if that is so."""
-        with self._changed:
+        with self._lock:
             over = self._closed or self._failure is not None
             if not over:
                 self._when_over = call
@@ -184,12 +197,13 @@ class SendQueue:
     def put(self, items: Iterable[Outgoing]) -> None:
         """Adds frames; those of equal priority keep their order. Ignored after `close` and `fail`."""
         put_ns = self._recorder.clock() if self._recorder.enabled else UNKNOWN
-        with self._changed:
+        with self._lock:
             if self._closed or self._failure is not None:
                 return
             for item in items:
                 priority = item.header.priority if self._by_priority else 0
                 heapq.heappush(self._heap, (priority, next(self._arrivals), item, put_ns, 0))
+                self._upcoming.put(item.header)
                 if priority < self._running:
                     self.overtaken[0] = 1
             if self._may_send():
@@ -197,7 +211,7 @@ class SendQueue:
 
     def put_urgent(self, frame: bytes) -> None:
         """Adds an encoded frame outside the window, which leaves next. Ignored after `close` and `fail`."""
-        with self._changed:
+        with self._lock:
             if not self._closed and self._failure is None:
                 self._urgent.append(frame)
                 self.overtaken[0] = 1
@@ -205,7 +219,7 @@ class SendQueue:
 
     def use_connection(self) -> None:
         """Switches to a data connection, where every frame carries a receipt."""
-        with self._changed:
+        with self._lock:
             self._piggyback = self.on_connection = True
             self._receipt_bytes = _RECEIPT_BYTES
             self._changed.notify()
@@ -217,7 +231,7 @@ class SendQueue:
 
     def set_window(self, window_bytes: int) -> None:
         """Changes the window from now on. The other end must do so too: receipts come per half window."""
-        with self._changed:
+        with self._lock:
             self._window_bytes = window_bytes
             if not self.on_connection:
                 self._receipt_bytes = max(window_bytes // 2, 1)
@@ -226,12 +240,12 @@ class SendQueue:
     @property
     def throughput(self) -> Throughput:
         """What the other end has received while there was always something to send."""
-        with self._changed:
+        with self._lock:
             return self._busy
 
     @property
     def load(self) -> Load:
-        with self._changed:
+        with self._lock:
             return Load(
                 self._sent_slices,
                 self._sent,
@@ -245,7 +259,7 @@ class SendQueue:
 
     def take(self) -> Next | None:
         """Waits for the next whole frame or receipt; None once closed. Raises what `fail` was called with."""
-        with self._changed:
+        with self._lock:
             return self._next(None) if self._wait() else None
 
     def take_parts(self, limit: int) -> list[Next] | None:
@@ -253,7 +267,7 @@ class SendQueue:
 
         The rest of a frame follows in a later call, after anything more urgent. Shared-memory frames stay whole.
         """
-        with self._changed:
+        with self._lock:
             if not self._wait():
                 return None
             taken, left = [self._next(limit)], limit
@@ -261,34 +275,46 @@ class SendQueue:
                 taken.append(self._next(left))
             return taken
 
-    def take_run(self, limit: int, most: int) -> Next | None:
-        """Gives out up to `most` parts of `limit` bytes of the next frame at once, if it has several before its last.
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more urgent than what comes next is expected in its step."""
+        with self._lock:
+            return self._settled()
 
-        They may be sent one by one until `overtaken` is set. Then, or after all of them, `ran` must be called.
+    def _settled(self) -> bool:
+        return bool(self._heap) and not (self._by_priority and self._upcoming.before(self._heap[0][2].header))
+
+    def take_run(self, small: int, large: int, most: int) -> Run | None:
+        """Gives out up to `most` parts of the next frame at once; None if it is not larger than a part.
+
+        A part is `small`, or `large` where nothing more urgent is expected. They may be sent one by one until
+        `overtaken` is set. Then, or after all of them, `ran` must be called.
         """
-        with self._changed:
+        with self._lock:
             if self._closed or self._failure is not None or self._urgent or not self._heap:
                 return None
-            priority, _, item, _, begin = self._heap[0]
-            parts = 0 if item.target is not None else min((item.nbytes - begin - 1) // limit, most)
-            if parts < 2:
+            priority, _, item, _, begin = waiting = self._heap[0]
+            if item.target is not None or item.nbytes - begin <= small:
                 return None
             self.overtaken[0], self._running = 0, priority
-            return self._next(parts * limit)
+            part_bytes = large if self._settled() else small
+            parts = self._next(most * part_bytes)
+            if parts.end < item.nbytes:
+                heapq.heappop(self._heap)
+            return Run(parts, part_bytes, waiting)
 
-    def ran(self, run: Next, reached: int) -> None:
+    def ran(self, run: Run, reached: int) -> None:
         """The bytes of `run` up to `reached` have been sent; the rest keeps its place in the order."""
-        with self._changed:
+        priority, arrival, item, put_ns, _ = run.waiting
+        with self._lock:
             self._running = -1
-            self._sent -= run.end - reached
-            for index, (priority, arrival, item, put_ns, _) in enumerate(self._heap if reached < run.end else ()):
-                if item is run.item:
-                    self._heap[index] = priority, arrival, item, put_ns, reached
-                    break
+            self._sent -= run.parts.end - reached
+            if reached < item.nbytes and not self._closed and self._failure is None:
+                heapq.heappush(self._heap, (priority, arrival, item, put_ns, reached))
 
     def prepare(self) -> None:
         """Encodes the payload that comes next, or after what is being sent; for a sender that has to wait anyway."""
-        with self._changed:
+        with self._lock:
             ahead = [item.encoding for _, _, item, *_ in sorted(self._heap[:3])[:2]]
         for encoding in ahead:
             if encoding is not None and not encoding.made:
@@ -297,7 +323,7 @@ class SendQueue:
 
     def wait(self) -> bool:
         """Waits until `take` would not block; False once closed."""
-        with self._changed:
+        with self._lock:
             return self._wait()
 
     def _wait(self) -> bool:
@@ -343,12 +369,12 @@ class SendQueue:
 
     def acked(self, total: int) -> None:
         """The other end has received `total` payload bytes."""
-        with self._changed:
+        with self._lock:
             self._take_receipt(total)
 
     def received(self, nbytes: int, acked: int = 0) -> None:
         """A data frame with `nbytes` of payload has come in from the other end, with the receipt `acked`."""
-        with self._changed:
+        with self._lock:
             self._received += nbytes
             self._received_slices += 1
             if self._receipt_due():
@@ -373,7 +399,7 @@ class SendQueue:
 
     def close(self) -> None:
         """Drops waiting frames and ends the sender."""
-        with self._changed:
+        with self._lock:
             over = self._closed or self._failure is not None
             self._closed = True
             self._heap.clear()
@@ -384,7 +410,7 @@ class SendQueue:
 
     def fail(self, error: TfpsError) -> None:
         """Drops waiting frames and raises `error` in the sender. Ignored after `close` or an earlier `fail`."""
-        with self._changed:
+        with self._lock:
             if self._closed or self._failure is not None:
                 return
             self._failure = error
