@@ -61,3 +61,11 @@ def test_what_comes_once_in_a_while_is_not_waited_for() -> None:
             upcoming.put(header(1, 0, bucket=1))
         upcoming.put(header(step, 5))
         assert upcoming.before(header(step, 5)) == (step in (0, 10))
+
+
+def test_what_never_comes_again_is_forgotten() -> None:
+    upcoming = Upcoming()
+    for step in range(1000):
+        for index in range(10):  # as of frames that ask for rows
+            upcoming.put(header(step, 0, index=10 * step + index))
+    assert len(upcoming._last) < 100

@@ -36,6 +36,8 @@ class Upcoming:
                 oldest = next(iter(self._began))
                 del self._began[oldest]
                 self._expected.pop(oldest, None)
+                since = next(iter(self._began.values()))
+                self._last = {key: came for key, came in self._last.items() if came[1] >= since}
         self._last[header.priority, header.bucket, header.index] = step, self._count
         self._count += 1
 
@@ -46,8 +48,8 @@ class Upcoming:
         if since is None or step not in self._began:
             return True
         if (expected := self._expected.get(step)) is None:
-            self._last = last = {key: came for key, came in last.items() if came[1] >= since}
-            expected = self._expected[step] = sorted(last, reverse=True)
+            recent = [key for key, came in last.items() if came[1] >= since]
+            expected = self._expected[step] = sorted(recent, reverse=True)
         while expected and (expected[-1] not in last or step <= last[expected[-1]][0] <= step + _AHEAD):
             expected.pop()
         return bool(expected) and expected[-1][0] < header.priority
