@@ -262,7 +262,7 @@ class Connection:
                 queue.prepare()
                 self._poll.poll()
             # Chosen only now: something more urgent may have come while the socket was full.
-            if (taken := queue.take_parts(large if queue.settled else small)) is None:
+            if (taken := queue.take_parts(large if _native is None and queue.settled else small)) is None:
                 return False
             nbytes, parts = sum(each.end - each.begin for each in taken), 1
             waited |= self._send([buffer for each in taken for buffer in _encoded(each, each is not taken[-1])])
