@@ -275,7 +275,7 @@ class Connection:
 
         Returns their bytes and number, and whether the socket was full meanwhile.
         """
-        if run.waiting[2].encoding is not None and not self._poll.poll(0):
+        if run.entry[2].encoding is not None and not self._poll.poll(0):
             queue.prepare()
         head, payload = _encoded(run.parts, False)
         try:

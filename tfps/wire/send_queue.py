@@ -92,15 +92,15 @@ class Next(NamedTuple):
     end: int = 0
 
 
-Waiting = tuple[int, int, Outgoing, int, int]  # priority, arrival, frame, when put (if recorded), payload bytes taken
+Entry = tuple[int, int, Outgoing, int, int]  # priority, arrival, frame, when put (if recorded), payload bytes taken
 
 
 class Run(NamedTuple):
-    """Several parts of a frame, `part_bytes` each, that may be sent one by one; `waiting`: its place in a queue."""
+    """Several parts of a frame, `part_bytes` each, that may be sent one by one; `entry`: its place in a queue."""
 
     parts: Next
     part_bytes: int
-    waiting: Waiting
+    entry: Entry
 
 
 class Throughput(NamedTuple):
@@ -159,7 +159,7 @@ class SendQueue:
         self._lock = threading.RLock()  # guards all below
         self._changed = threading.Condition(self._lock)  # notified when `take` may have something to give
         self._urgent: deque[bytes] = deque()  # frames outside the window, before all others
-        self._heap: list[Waiting] = []
+        self._heap: list[Entry] = []
         self.overtaken = bytearray(1)  # 1: something more urgent has come since a run of parts was given out
         self._running = -1  # priority of that run; nothing is more urgent than -1
         self._upcoming = Upcoming()
@@ -279,10 +279,7 @@ class SendQueue:
     def settled(self) -> bool:
         """Whether nothing more urgent than what comes next is expected in its step."""
         with self._lock:
-            return self._settled()
-
-    def _settled(self) -> bool:
-        return bool(self._heap) and not (self._by_priority and self._upcoming.before(self._heap[0][2].header))
+            return bool(self._heap) and not (self._by_priority and self._upcoming.before(self._heap[0][2].header))
 
     def take_run(self, small: int, large: int, most: int) -> Run | None:
         """Gives out up to `most` parts of the next frame at once; None if it is not larger than a part.
@@ -293,19 +290,19 @@ class SendQueue:
         with self._lock:
             if self._closed or self._failure is not None or self._urgent or not self._heap:
                 return None
-            priority, _, item, _, begin = waiting = self._heap[0]
+            priority, _, item, _, begin = entry = self._heap[0]
             if item.target is not None or item.nbytes - begin <= small:
                 return None
             self.overtaken[0], self._running = 0, priority
-            part_bytes = large if self._settled() else small
+            part_bytes = large if self.settled else small
             parts = self._next(most * part_bytes)
             if parts.end < item.nbytes:
                 heapq.heappop(self._heap)
-            return Run(parts, part_bytes, waiting)
+            return Run(parts, part_bytes, entry)
 
     def ran(self, run: Run, reached: int) -> None:
         """The bytes of `run` up to `reached` have been sent; the rest keeps its place in the order."""
-        priority, arrival, item, put_ns, _ = run.waiting
+        priority, arrival, item, put_ns, _ = run.entry
         with self._lock:
             self._running = -1
             self._sent -= run.parts.end - reached
