@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -229,6 +230,31 @@ def test_who_contributes_nothing_changes_nothing() -> None:
     assert bytes(summing.finish()) == bytes(alone.finish())
     summing.add(0, 1, None)
     assert not summing.contributed
+
+
+def test_the_first_contribution_waits_as_it_came_and_not_decoded() -> None:
+    summing = SumRound(SliceFormat("x", FLOAT, 4 * 2**20, INT8), View.first(2), deterministic=False)
+    part = INT8.encode(np.ones(2**20, np.float32))
+    tracemalloc.start()
+    try:
+        summing.add(0, 0, part)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    summing.add(1, 0, part)
+    assert np.frombuffer(summing.finish(), np.float32).tolist()[:: 2**18] == [2.0] * 4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_cannot_be_decoded_is_refused_as_it_comes_and_not_when_another_rank_completes_the_sum(
+    deterministic: bool,
+) -> None:
+    topk = known("topk:0.5")
+    summing = SumRound(SliceFormat("x", FLOAT, 16, topk), View.first(2), deterministic)
+    part = topk.encode(np.ones(4, np.float32))
+    part[:8].view(np.uint32)[1] = 4
+    with pytest.raises(ProtocolError, match="must be below 4, got 4"):
+        summing.add(0, 0, part)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfps.wire.shared_memory import ALIGNMENT, aligned_empty, machine_bytes, tune_malloc
+from tfps.malloc import tune_malloc
+from tfps.wire.shared_memory import ALIGNMENT, aligned_empty, machine_bytes
 
 
 @given(nbytes=st.integers(0, 10_000))
@@ -36,7 +37,7 @@ def test_a_pservers_threads_share_one_arena() -> None:
     # malloc_info lists arenas as heaps; several threads allocate, which would give each its own.
     program = """
 import ctypes, threading
-from tfps.wire.shared_memory import tune_malloc
+from tfps.malloc import tune_malloc
 assert tune_malloc(one_arena=True)
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -57,3 +58,21 @@ libc.fclose(out)
     with jobs.python("-c", program) as process:
         text = process.communicate(timeout=jobs.DEADLINE_S)[0]
     assert text.count("<heap nr=") == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_what_has_been_freed_between_what_is_kept_goes_back_to_the_system() -> None:
+    program = """
+import numpy as np
+from tfps.malloc import trim_malloc, tune_malloc
+from tfps.wire.shared_memory import resident_bytes
+assert tune_malloc()
+arrays = [np.ones(2**18) for _ in range(64)]  # 2 MiB each
+del arrays[::2]
+before = resident_bytes()
+trim_malloc()
+print((before - resident_bytes()) >> 20)
+"""
+    with jobs.python("-c", program) as process:
+        text = process.communicate(timeout=jobs.DEADLINE_S)[0]
+    assert int(text) > 50

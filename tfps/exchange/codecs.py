@@ -66,10 +66,14 @@ class Codec(abc.ABC):
             self._encode(values, residual if self.feeds_back else None, data)
         return data
 
+    def check(self, data: Bytes, items: int) -> None:
+        """Raises ProtocolError if `data` are not so many encoded numbers."""
+        if data.size != (size := self.wire_bytes(items)):
+            raise ProtocolError(f"{items} numbers encoded as {self.name} must have {size} bytes, got {data.size}")
+
     def decode(self, data: Bytes, out: Floats, *, add: bool = False) -> None:
-        """Writes decoded `data` to `out`, or adds it. Raises ProtocolError if it is not of so many numbers."""
-        if data.size != (size := self.wire_bytes(out.size)):
-            raise ProtocolError(f"{out.size} numbers encoded as {self.name} must have {size} bytes, got {data.size}")
+        """Writes decoded `data` to `out`, or adds it; raises as `check`."""
+        self.check(data, out.size)
         with np.errstate(all="ignore"):
             self._decode(data, out, add)
 
@@ -258,6 +262,11 @@ class _TopK(Codec):
     def wire_bytes(self, items: int) -> int:
         return 8 * self._kept(items)
 
+    def check(self, data: Bytes, items: int) -> None:
+        super().check(data, items)
+        if items and (last := data[: 4 * self._kept(items)].view(np.uint32).max()) >= items:
+            raise ProtocolError(f"a place encoded as {self.name} must be below {items}, got {last}")
+
     def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         finite = all(_sizes(values[where]).max() < _INFINITY for where in _ranges(values.size))
         numbers = values
@@ -273,8 +282,6 @@ class _TopK(Codec):
     def _decode(self, data: Bytes, out: Floats, add: bool) -> None:
         kept = self._kept(out.size)
         places, numbers = data[: 4 * kept].view(np.uint32), data[4 * kept :].view(np.float32)
-        if kept and places.max() >= out.size:
-            raise ProtocolError(f"a place encoded as {self.name} must be below {out.size}, got {places.max()}")
         if add:
             out[places] += numbers
         else:

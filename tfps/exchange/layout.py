@@ -19,11 +19,12 @@ from tfps.exchange.interface import BucketSpec, parse_dtype
 _KIB = 1024
 _MOST_STEPS = 2**63  # so that they can be recorded
 MIN_TUNED_BYTES, MAX_TUNED_BYTES = 32 * _KIB, 4096 * _KIB
-MAX_TUNED_GRPC_BYTES = 1024 * _KIB  # nothing overtakes within one
+# Of a step, that one slice per pserver may take on the wire: its sum begins when all of it has come.
+DELAY = 0.025
+MAX_TUNED_GRPC_BYTES, GRPC_DELAY = 1024 * _KIB, 0.015  # nothing overtakes within a slice there
 MAX_WINDOW_BYTES = 64 * 1024 * _KIB
 _OVERHEAD = 20  # least ratio of a slice's time on the wire to its handling cost
 _FASTER = 1.25  # if larger slices are so much faster, CPUs are the limit, not the network
-_DELAY = 0.015  # of a step that one slice per pserver may take on the wire, ahead of an urgent one
 
 
 class Slice(NamedTuple):
@@ -147,10 +148,13 @@ class Measured:
 
 
 def choose(
-    measured: Measured, least_slice_bytes: int = MIN_TUNED_BYTES, most_slice_bytes: int = MAX_TUNED_BYTES
+    measured: Measured,
+    least_slice_bytes: int = MIN_TUNED_BYTES,
+    most_slice_bytes: int = MAX_TUNED_BYTES,
+    delay: float = DELAY,
 ) -> tuple[int, int]:
     """Slice and window size in bytes: see "Tuning" in docs/design.md."""
-    unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
+    unnoticed = delay * measured.step_s * measured.bytes_per_s / measured.pservers
     slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
     slice_bytes = _rounded(min(max(slice_bytes, least_slice_bytes), most_slice_bytes))
     window_bytes = 2 * (slice_bytes + measured.bytes_per_s * measured.round_trip_s / measured.pservers)

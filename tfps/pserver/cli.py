@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from tfps import __version__
 from tfps.config import Security
 from tfps.errors import TfpsError
+from tfps.malloc import tune_malloc
 from tfps.pserver.guard import LOOPBACK, check_host, default_host, is_loopback, reachable
 from tfps.pserver.rendezvous import offer
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
-from tfps.wire.shared_memory import tune_malloc
 
 logger = logging.getLogger("tfps")
 _INTERVAL_S = 1.0  # between two status requests

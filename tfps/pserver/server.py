@@ -28,6 +28,7 @@ from tfps.errors import (
 )
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.requests import Assign, Load, Save, SavedRows
+from tfps.malloc import tune_malloc
 from tfps.membership.members import Applicant, Resumed
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
@@ -47,7 +48,7 @@ from tfps.wire.connection import outgoing, receive
 from tfps.wire.frames import error_from
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Measuring
-from tfps.wire.shared_memory import Attached, Offer, machine_bytes, resident_bytes, tune_malloc
+from tfps.wire.shared_memory import Attached, Offer, machine_bytes, resident_bytes
 from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")

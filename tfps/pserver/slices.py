@@ -193,8 +193,8 @@ class SumSlice(RoundSlice):
     ) -> None:
         super().__init__(recorder, round_.format.nbytes, sets, parameters)
         self.round, self._scalars, self._codec = round_, scalars, round_.format.codec
-        feeds_back = parameters is None and self._codec is not None and self._codec.feeds_back
-        self._residual: Floats | None = np.zeros(self.nbytes // 4, np.float32) if feeds_back else None
+        self._feeds_back = parameters is None and self._codec is not None and self._codec.feeds_back
+        self._residual: Floats | None = None  # made when needed: while a job is tuned there are two slices of the same
         self._targets: dict[int, Target] = {}  # of the ranks whose answer goes to shared memory
 
     def _add(self, push: Push) -> None:
@@ -235,11 +235,13 @@ class SumSlice(RoundSlice):
         values = np.frombuffer(total, np.float32)
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the residual.
         if not uncoded and not last:
+            if contributed and self._feeds_back and self._residual is None:
+                self._residual = np.zeros(self.nbytes // 4, np.float32)
             return Encoding(self._codec, values, self._residual if contributed else None), 0
-        if self._residual is not None and self._residual.any():  # adding 0 makes -0 to 0
+        residual, self._residual = self._residual, None
+        if residual is not None and residual.any():  # adding 0 makes -0 to 0
             with np.errstate(all="ignore"):
-                values = values + self._residual
-            self._residual[...] = 0
+                values = np.add(values, residual, out=residual)
         return values.view(np.uint8).data, UNCODED
 
     def _updated(self, parameters: ParameterShard, step_scalars: RoundScalars) -> tuple[memoryview | Encoding, int]:

@@ -12,10 +12,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tfps.config import Security
 from tfps.errors import ConfigError, WaitTimeoutError
 from tfps.launch.job import Job, lasting_secret_file
+from tfps.malloc import tune_malloc
 from tfps.pserver.server import ParameterServer
 from tfps.ray.job import as_options, spread
 from tfps.types import Options
-from tfps.wire.shared_memory import tune_malloc
 
 
 def node() -> str:

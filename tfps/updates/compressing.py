@@ -17,6 +17,7 @@ from tfps.compression import NONE, Rules
 from tfps.errors import WaitTimeoutError
 from tfps.exchange.codecs import Codec, Floats, codec_of
 from tfps.exchange.interface import BucketSpec, Reply
+from tfps.malloc import trim_malloc
 from tfps.runtime.remote import Ahead
 from tfps.runtime.runtime import Runtime, indivisible, wait
 from tfps.updates.names import common_name, unnumbered
@@ -89,6 +90,7 @@ class Compressing:
         self._settle()  # so that all ranks see the same steps
         if not (used := self._used()):
             return
+        trim_malloc()  # steps have left free what is too scattered for the residuals
         replies: dict[int, Reply] = {}
         done = threading.Event()
 

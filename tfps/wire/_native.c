@@ -19,7 +19,7 @@
 
 enum { HEADER = 32, PART = HEADER + 12, SAME = 24 }; /* bytes; the first 24 name the frame, then comes `received` */
 enum { BACK_S = 1 }; /* a slow frame lets Python note a sign of life so often */
-enum { TOGETHER = 128 * 1024 }; /* of a large part so many bytes wake its receiver once */
+enum { SMALL = 32 * 1024, TOGETHER = 128 * 1024 }; /* bytes of a part that is waited for by packets, or that wake once */
 
 static const uint32_t MORE = 1u << 31; /* in the bytes of a part: the next one is sent together with it */
 
@@ -78,8 +78,8 @@ static void set_least(int fd, int *now, size_t nbytes)
 
 /* Receives all of `pieces`; 0 if the connection ends before, else -1 with errno. `so_far` counts.
 
-   A large part wakes this thread for each `TOGETHER` bytes, not for each packet: not for more at once, as Linux then lets
-   the other end send further ahead, and an urgent slice waits behind that. `least` is never more than what is left, so
+   A part that is not small wakes this thread once, or for each `TOGETHER` bytes, not for each packet: not for more at
+   once, as Linux then lets the other end send further ahead, and an urgent slice waits behind that. `least` is never more than what is left, so
    nothing waits for bytes that may not come. */
 static int receive_all(int fd, struct iovec *pieces, int count, int *least, size_t *so_far)
 {
@@ -89,7 +89,7 @@ static int receive_all(int fd, struct iovec *pieces, int count, int *least, size
         struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
         struct pollfd ask = {.fd = fd, .events = POLLIN};
         size_t left = pieces[0].iov_len + (count > 1 ? pieces[1].iov_len : 0);
-        int together = left >= TOGETHER;
+        int together = left >= SMALL;
         set_least(fd, least, !together ? 1 : left < 2 * TOGETHER ? left : TOGETHER);
         if (together && poll(&ask, 1, -1) < 0 && errno != EINTR)
             return -1;

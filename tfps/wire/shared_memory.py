@@ -1,9 +1,8 @@
-"""Memory for slices: malloc tuned for them, arrays that TensorFlow takes over, a worker's memory shared on its host."""
+"""Memory for slices: arrays that TensorFlow takes over, and a worker's memory shared on its host."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -23,25 +22,6 @@ from tfps.errors import ProtocolError
 
 _RESIDENT = ("RssAnon:", "RssFile:")  # without RssShmem, workers' memory mapped by a pserver
 ALIGNMENT = 64  # bytes; TensorFlow copies buffers aligned to less
-
-# glibc's malloc.h. Larger mmap thresholds are refused.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
-_SETTINGS = ((_M_MMAP_THRESHOLD, 32 * 2**20), (_M_TRIM_THRESHOLD, 512 * 2**20), (_M_TOP_PAD, 16 * 2**20))
-
-
-def tune_malloc(*, one_arena: bool = False) -> bool:
-    """Makes glibc's malloc keep freed memory for the next slice; process-wide. False without glibc.
-
-    By default every message above 128 KiB is mapped, faulted in page by page and unmapped again, which halves the
-    throughput of 1 MiB slices. `one_arena` is for a dedicated process: slices are allocated on one thread and freed on
-    another, so each thread's arena would keep its peak.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return False
-    settings = (*_SETTINGS, (_M_ARENA_MAX, 1)) if one_arena else _SETTINGS
-    return {mallopt(parameter, value) for parameter, value in settings} == {1}
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:

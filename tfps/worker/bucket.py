@@ -83,8 +83,8 @@ class PushedBucket:
 
     @property
     def uncoded_residual(self) -> memoryview | None:
-        """A copy of what the codec could not express yet; None: it does not feed that back."""
-        return None if self.residual is None else self.residual.copy().view(np.uint8).data
+        """What the codec could not express yet, for a push: it stays so until the reply. None: no feedback."""
+        return None if self.residual is None else self.residual.view(np.uint8).data
 
     @property
     def is_atomic(self) -> bool:

@@ -50,7 +50,7 @@ class Tuner:
     ) -> None:
         self._config, self._client, self._queues, self._memory, self._tune = config, client, queues, memory, tune
         self._ask = False  # whether to ask the pservers for the network's throughput
-        self._most = layout.MAX_TUNED_GRPC_BYTES
+        self._most, self._delay = layout.MAX_TUNED_GRPC_BYTES, layout.GRPC_DELAY
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._sizes: tuple[int, int] | None = None  # those of the last change
         self._round_trip_s = self._message_s = 0.0
@@ -70,7 +70,7 @@ class Tuner:
         self._round_trip_s = max(min(_call_s(p) for _ in range(_PROBES)) for p in self._client.pservers)
         far = self._far()
         if far and all(queue.on_connection for queue in far):
-            self._message_s, self._most = _TCP_MESSAGE_S, layout.MAX_TUNED_BYTES
+            self._message_s, self._most, self._delay = _TCP_MESSAGE_S, layout.MAX_TUNED_BYTES, layout.DELAY
             return
         addresses = [split(pserver.address) for pserver in self._client.pservers]
         network_s = max(round_trip_s(*each, _PROBE_TIMEOUT_S, _PROBES) or 0.0 for each in addresses)
@@ -110,7 +110,8 @@ class Tuner:
         step_s = (now_s - self._first[0]) / (steps - self._first[1])
         measured = measure(busy, self._round_trip_s, self._message_s, step_s)
         if self._measured is None:
-            slice_bytes = self._change(measured, *layout.choose(measured, most_slice_bytes=self._most), ratio(buckets))
+            sizes = layout.choose(measured, most_slice_bytes=self._most, delay=self._delay)
+            slice_bytes = self._change(measured, *sizes, ratio(buckets))
             self.done = self._config.slice_bytes != "auto" or slice_bytes <= self._config.first_slice_bytes
             # The change is two steps ahead for a rank at this step, and other ranks may be one further.
             self._measured, self._first, self._steps_then = measured, None, steps + 3
@@ -122,7 +123,7 @@ class Tuner:
             # Compressed slices were small at first, so the rate says little of processors: it is that of the link now.
             smaller = ratio(buckets)
             least = layout.MIN_TUNED_BYTES if smaller > 1 else most
-            self._change(measured, *layout.choose(measured, least, most), smaller)
+            self._change(measured, *layout.choose(measured, least, most, self._delay), smaller)
         self.done = True
 
     def _busy(self) -> list[Throughput]:

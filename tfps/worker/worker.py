@@ -30,6 +30,7 @@ from tfps.exchange.interface import (
     Reply,
 )
 from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
+from tfps.malloc import tune_malloc
 from tfps.membership.members import Resumed
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
@@ -40,7 +41,7 @@ from tfps.wire.control import Pserver, bucket_of, layout_of
 from tfps.wire.frames import Header, Kind, decode_ranks
 from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import SILENT_S, SendQueue
-from tfps.wire.shared_memory import Sharing, tune_malloc
+from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Incoming
 from tfps.worker.captures import WorkerCaptures
 from tfps.worker.client import PserverClient, WaitLog

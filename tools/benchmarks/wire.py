@@ -202,8 +202,8 @@ def _raw(address: str, steps: int, message_bytes: int) -> None:
 def _grpc(address: str, steps: int, sums: bool) -> None:
     import grpc
 
+    from tfps.malloc import tune_malloc
     from tfps.wire.control import CHANNEL_OPTIONS
-    from tfps.wire.shared_memory import tune_malloc
 
     tune_malloc()
     window = threading.Semaphore(ECHO_WINDOW)
@@ -249,8 +249,8 @@ def _grpc_echo(sums: bool) -> None:
     import grpc
 
     from tfps.config import Security
+    from tfps.malloc import tune_malloc
     from tfps.wire.control import server_options
-    from tfps.wire.shared_memory import tune_malloc
 
     tune_malloc()
     server = grpc.server(ThreadPoolExecutor(8), options=server_options(Security()))

@@ -12,11 +12,12 @@ import time
 import numpy as np
 
 from tfps.config import Security
+from tfps.malloc import tune_malloc
 from tfps.pserver.server import ParameterServer
 from tfps.pserver.table_slice import TableSlice
 from tfps.tables.table import Chunk
 from tfps.types import Json
-from tfps.wire.shared_memory import resident_bytes, tune_malloc
+from tfps.wire.shared_memory import resident_bytes
 from tools.tables.work import Work, say
 
 _FILLED = 2**18  # rows at a time
