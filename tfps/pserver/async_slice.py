@@ -20,7 +20,7 @@ from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import RankSets, View
 from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, not_written
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import UNCODED, Header
+from tfps.wire.frames import UNCODED
 
 
 class RankScalars:
@@ -91,6 +91,7 @@ class AsyncSlice(OwnedSlice):
     become w meanwhile, and were v when the rank got them, counts as g + lambda g g (w - v).
     """
 
+    apart = True
     parameters: ParameterShard
 
     def __init__(
@@ -199,7 +200,7 @@ class AsyncSlice(OwnedSlice):
                 with np.errstate(all="ignore"):
                     total += part
         payload = total.view(np.uint8).data
-        return [Answer((rank,), _alone(pushed.push, UNCODED), payload) for rank, pushed in collected.items()]
+        return [Answer((rank,), pushed.push.reply(UNCODED), payload) for rank, pushed in collected.items()]
 
     def _apply(self, pushed: _Pushed) -> None:
         push, gradient, scalars, arrived_ns = pushed
@@ -229,7 +230,7 @@ class AsyncSlice(OwnedSlice):
     def _answer(self, push: Push) -> Answer:
         """A copy of the parameters: other ranks' pushes change them while it is on its way."""
         rank, target, parameters = push.rank, push.target, self.parameters.parameters
-        header = _alone(push, 0 if self._format.codec is None else UNCODED)
+        header = push.reply(0 if self._format.codec is None else UNCODED)
         if self._delay_compensation:
             parameters = self._seen[rank] = parameters.copy()
         if target is not None:
@@ -237,8 +238,3 @@ class AsyncSlice(OwnedSlice):
             return Answer((rank,), header, None, target)
         copied = parameters if self._delay_compensation else parameters.copy()
         return Answer((rank,), header, copied.view(np.uint8).data)
-
-
-def _alone(push: Push, flags: int) -> Header:
-    """The header of an answer to the rank of `push`, which need not know whose pushes are in it."""
-    return push.reply(flags)._replace(generation=1)

@@ -37,9 +37,10 @@ class Push(NamedTuple):
     payload: memoryview
     target: Target | None = None
 
-    def reply(self, flags: int = 0) -> Header:
-        """The header of what answers it."""
-        return self.header._replace(kind=Kind.REPLY, flags=flags, received=0)
+    def reply(self, flags: int, generation: int = 1, index: int | None = None) -> Header:
+        """The header of what answers it: of its slice unless `index` is given, with the pushes of a numbered set."""
+        _, _, bucket, own, priority, step, _, _ = self.header
+        return Header(Kind.REPLY, flags, bucket, own if index is None else index, priority, step, 0, generation)
 
     def part(self, format_: SliceFormat) -> Array | None:
         """What it contributes; None: nothing."""
@@ -78,6 +79,8 @@ class OwnedSlice(abc.ABC):
 
     `sets` numbers the ranks whose pushes are in an answer.
     """
+
+    apart = False  # whether each rank's steps are answered by themselves
 
     def __init__(
         self, recorder: Recorder, nbytes: int, sets: RankSets, parameters: ParameterShard | None = None
@@ -153,9 +156,8 @@ class RoundSlice(OwnedSlice):
             return self._completed(upcoming) if self.round.arrived and self.round.complete else []
 
     def _completed(self, upcoming: Container[int]) -> list[Answer]:
-        latest, ranks = self._latest, self.round.arrived
-        latest = latest._replace(header=latest.header._replace(generation=self._sets.number(ranks)))
-        return self._finish(latest, latest.header.step + 1 in upcoming)
+        latest = self._latest
+        return self._finish(latest, self._sets.number(self.round.arrived), latest.header.step + 1 in upcoming)
 
     def missing(self, asking: int | None = None) -> list[int]:
         with self.lock:
@@ -170,8 +172,8 @@ class RoundSlice(OwnedSlice):
     def _add(self, push: Push) -> None: ...
 
     @abc.abstractmethod
-    def _finish(self, push: Push, last: bool) -> list[Answer]:
-        """The answers to the round that `push` has completed, the `last` of this slice or not."""
+    def _finish(self, push: Push, generation: int, last: bool) -> list[Answer]:
+        """The answers to the round that `push` has completed, with the pushes of a set; the `last` of this slice?"""
 
 
 class SumSlice(RoundSlice):
@@ -205,13 +207,13 @@ class SumSlice(RoundSlice):
         if target is not None:
             self._targets[rank] = target
 
-    def _finish(self, push: Push, last: bool) -> list[Answer]:
+    def _finish(self, push: Push, generation: int, last: bool) -> list[Answer]:
         if self.parameters is None or self._scalars is None:
             payload, flags = self._sum(last)
         else:
             payload, flags = self._updated(self.parameters, self._scalars)
         self._record(push, self._first_ns, self.nbytes, push.header.index)
-        header, targets, self._targets = push.reply(flags), self._targets, {}
+        header, targets, self._targets = push.reply(flags, generation), self._targets, {}
         ranks = self.round.view.ranks
         answers = [Answer((rank,), header, payload, target) for rank, target in targets.items() if rank in ranks]
         answers.append(Answer([rank for rank in ranks if rank not in targets], header, payload))
@@ -285,13 +287,13 @@ class GatherSlice(RoundSlice):
         header = push.header
         self.round.add(push.rank, header.step, header.index, push.payload, bool(header.flags & LAST))
 
-    def _finish(self, push: Push, last: bool) -> list[Answer]:
+    def _finish(self, push: Push, generation: int, last: bool) -> list[Answer]:
         result = self.round.finish()
         self._record(push, self._first_ns, len(result), NONE)
         answers = []
         for index, (offset, nbytes) in enumerate(cut(len(result), self.round.slice_bytes)):
             end = offset + nbytes
-            header = push.reply(LAST if end == len(result) else 0)._replace(index=index)
+            header = push.reply(LAST if end == len(result) else 0, generation, index)
             answers.append(Answer(self.round.view.ranks, header, result[offset:end]))
         return answers
 

@@ -84,7 +84,7 @@ class TableSlice(OwnedSlice):
         if last and len(lookup.ids):  # how long they have been held back
             self._record(push, lookup.came_ns, 4 * self.table.spec.dim * len(lookup.ids), push.header.index, "held")
         data = rows.reshape(-1).view(np.uint8).data if chosen is None else memoryview(encode_some(chosen, rows))
-        header = push.reply(LAST * last | COMPLETE * (chosen is None))._replace(generation=1)
+        header = push.reply(LAST * last | COMPLETE * (chosen is None))
         return Answer((push.rank,), header, data)
 
     def _of_update(self, answer: Applied) -> list[Answer]:
@@ -95,7 +95,7 @@ class TableSlice(OwnedSlice):
         nbytes = 4 * self.table.spec.dim * sum(len(ids) for each in answer.added for ids in each.ids)
         last = max(answer.added, key=lambda each: each.came_ns)
         self._record(pushes[last.rank], min(each.came_ns for each in answer.added), nbytes, NONE)
-        headers = {rank: push.reply(LAST)._replace(generation=number) for rank, push in pushes.items()}
+        headers = {rank: push.reply(LAST, number) for rank, push in pushes.items()}
         return [Answer((rank,), header, _NOTHING) for rank, header in headers.items()]
 
     def totals(self) -> dict[str, int]:
