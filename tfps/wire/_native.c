@@ -19,7 +19,7 @@
 
 enum { HEADER = 32, PART = HEADER + 12, SAME = 24 }; /* bytes; the first 24 name the frame, then comes `received` */
 enum { BACK_S = 1 }; /* a slow frame lets Python note a sign of life so often */
-enum { SMALL = 32 * 1024, TOGETHER = 128 * 1024 }; /* bytes of a part that is waited for by packets, or that wake once */
+enum { SMALL = 32 * 1024, TOGETHER = 128 * 1024 }; /* bytes: less is waited for by packets, more wakes several times */
 
 static const uint32_t MORE = 1u << 31; /* in the bytes of a part: the next one is sent together with it */
 
@@ -67,20 +67,29 @@ static int left_of(struct iovec *pieces, int count, size_t done)
     return count - first;
 }
 
-/* Has `fd` count as readable, and its reader woken, once `nbytes` are there; `now` is what was set before. */
-static void set_least(int fd, int *now, size_t nbytes)
+/* How many of the `left` bytes of a part wake their reader at once: all, or as many as `TOGETHER` and half the receive
+   buffer. For more Linux enlarges the buffer, the other end sends further ahead, and an urgent slice waits behind that. */
+static int wake_for(int fd, size_t left)
 {
-    int least = (int)nbytes;
-    if (least != *now)
-        setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
-    *now = least;
+    int buffer = 0;
+    socklen_t size = sizeof buffer;
+    if (left < SMALL || getsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, &size) < 0 || buffer < 2 * SMALL)
+        return 1;
+    size_t most = buffer / 2 < TOGETHER ? buffer / 2 : TOGETHER;
+    return (int)(left <= most ? left : left < 2 * most ? left / 2 : most);
+}
+
+/* Has `fd` count as readable, and its reader woken, once `nbytes` are there; `now` is what was set before. */
+static void set_least(int fd, int *now, int nbytes)
+{
+    if (nbytes != *now)
+        setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &nbytes, sizeof nbytes);
+    *now = nbytes;
 }
 
 /* Receives all of `pieces`; 0 if the connection ends before, else -1 with errno. `so_far` counts.
 
-   A part that is not small wakes this thread once, or for each `TOGETHER` bytes, not for each packet: not for more at
-   once, as Linux then lets the other end send further ahead, and an urgent slice waits behind that. `least` is never more than what is left, so
-   nothing waits for bytes that may not come. */
+   `least` is never more than what is left, so nothing waits for bytes that may not come. */
 static int receive_all(int fd, struct iovec *pieces, int count, int *least, size_t *so_far)
 {
     *so_far = 0;
@@ -89,8 +98,8 @@ static int receive_all(int fd, struct iovec *pieces, int count, int *least, size
         struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
         struct pollfd ask = {.fd = fd, .events = POLLIN};
         size_t left = pieces[0].iov_len + (count > 1 ? pieces[1].iov_len : 0);
-        int together = left >= SMALL;
-        set_least(fd, least, !together ? 1 : left < 2 * TOGETHER ? left : TOGETHER);
+        set_least(fd, least, wake_for(fd, left));
+        int together = *least > 1;
         if (together && poll(&ask, 1, -1) < 0 && errno != EINTR)
             return -1;
         ssize_t got = recvmsg(fd, &message, together ? MSG_DONTWAIT : MSG_WAITALL);
