@@ -158,6 +158,17 @@ def test_a_rank_that_meets_others_elsewhere_while_they_wait_for_it_fails_the_job
     assert "rank 1" in str(waits.error())
 
 
+def test_a_rank_that_assigns_while_another_is_elsewhere_fails_the_job_with_the_name_of_the_other(
+    cluster: Cluster,
+) -> None:
+    ranks = begun(cluster, 2, sgd(), sgd(name="other"))
+    for pending in [rank.push(GRADIENT) for rank in ranks]:
+        pending.wait()
+    ranks[1].worker.peers.quiesce()
+    waits = ranks[0].push(GRADIENT, mark=ASSIGNED + 5)
+    assert re.search("rank 1 .*while others wait for its first step, or for it to assign", str(waits.error()))
+
+
 def test_no_rank_is_further_ahead_than_allowed_until_the_slow_ones_step_rest_or_leave(cluster: Cluster) -> None:
     config = dataclasses.replace(CONFIG, staleness=2)
     ranks = begun(cluster, 3, sgd(), sgd(name="other"), config=config, pservers=1)
