@@ -85,8 +85,9 @@ class SumRound(Round):
     """Adds one slice over all ranks.
 
     Contributions are kept by reference and added as they arrive or, if `deterministic`, in rank order once all are
-    there. The sum goes into the first of two that may be written to, or into new memory; never into memory that its
-    rank may write to: that does so when it has the sum, and others may still be sent it.
+    there. An encoded one that comes first is added with the second: it takes less memory until then. The sum goes into
+    the first of two that may be written to, or into new memory; never into memory that its rank may write to: that does
+    so when it has the sum, and others may still be sent it.
 
     In an **uncoded** step of a format with a codec no contribution is encoded: they are the ranks' residuals.
     """
@@ -97,7 +98,6 @@ class SumRound(Round):
         self.uncoded = False  # known once a rank has contributed
         self._deterministic = deterministic
         self._parts: dict[int, tuple[Array, bool]] = {}
-        self._first: Array | None = None  # still encoded, which takes less memory until another one comes
         self._sum: Array | None = None
         self._owned = False  # whether _sum may be added to in place
 
@@ -113,26 +113,28 @@ class SumRound(Round):
                 "of compression are collected when a checkpoint is saved or restored; do so on every rank, or "
                 "call strategy.combine() on every rank before"
             )
-        if part is not None and not uncoded and (codec := self.format.codec) is not None:
+        codec = None if uncoded else self.format.codec
+        if part is not None and codec is not None:
             codec.check(part, self.format.nbytes // ITEM_BYTES)  # decoded later, when it is not known whose it is
         self.arrived.add(rank)
-        if part is not None and self._deterministic:
+        if part is None:
+            return
+        if self._deterministic or (codec is not None and not self.contributed):
             self._parts[rank] = part, owned
-        elif part is not None:
+        else:
+            self._add_kept()
             self._add(part, owned)
 
     @property
     def contributed(self) -> bool:
         """Whether any rank has contributed to the current step more than its presence."""
-        return self._sum is not None or self._first is not None or bool(self._parts)
+        return self._sum is not None or bool(self._parts)
 
     def finish(self) -> memoryview:
         """The bytes of the completed step's sum: those of the only contribution if there is one, zeros if none."""
-        for rank in sorted(self._parts):
-            self._add(*self._parts[rank])
-        self._decode_first()
+        self._add_kept()
         result, owned = self._sum, self._owned
-        self._parts, self._sum, self._owned = {}, None, False
+        self._sum, self._owned = None, False
         self._advance()
         if result is None:
             return memoryview(bytes(self.format.nbytes))
@@ -140,24 +142,23 @@ class SumRound(Round):
             result = result.copy()
         return result.view(np.uint8).data
 
+    def _add_kept(self) -> None:
+        for rank in sorted(self._parts):
+            self._add(*self._parts.pop(rank))
+
     def _add(self, part: Array, owned: bool) -> None:
         codec = self.format.codec
         if codec is not None and not self.uncoded:
-            self._decode_first()
-            if self._sum is None:
-                self._first = part
-            else:  # decoded, so it is ours
+            if self._sum is not None:  # decoded, so it is ours
                 codec.decode(part, self._sum, add=True)
-        elif self._sum is None:
+                return
+            part, owned = self.format.decoded(part)
+        if self._sum is None:
             self._sum, self._owned = part, owned
         else:
             out = self._sum if self._owned else part if owned else np.empty_like(part)
             with np.errstate(all="ignore"):  # training that diverges is no business of a pserver's log
                 self._sum, self._owned = np.add(self._sum, part, out=out), True
-
-    def _decode_first(self) -> None:
-        if self._first is not None:
-            (self._sum, self._owned), self._first = self.format.decoded(self._first), None
 
 
 class GatherRound(Round):

@@ -91,7 +91,6 @@ class AsyncSlice(OwnedSlice):
     become w meanwhile, and were v when the rank got them, counts as g + lambda g g (w - v).
     """
 
-    apart = True
     parameters: ParameterShard
 
     def __init__(

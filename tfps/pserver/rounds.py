@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from tfps.config import MAX_SLICE_BYTES
 from tfps.errors import MismatchError, ProtocolError, WaitTimeoutError
 from tfps.exchange.interface import declared
+from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.shard import OwnedBucket
 from tfps.pserver.slices import OwnedSlice, Push, SumSlice
 from tfps.pserver.state import JobState
@@ -65,7 +66,7 @@ class Rounds:
         self.hurry(header.bucket, item, header.index)
         if self._state.some_departed and (late := item.late(self._state.roster.departed())) is not None:
             self._state.fail_left(late, bucket.spec.name)
-        elif item.apart:
+        elif isinstance(item, AsyncSlice):
             self._check_assigned(item, self._state.shard.bound.quiesced(), bucket.spec.name)
 
     def hurry(self, bucket: int, item: OwnedSlice, index: int) -> None:
@@ -158,7 +159,7 @@ class Rounds:
         self._state.shard.bound.quiesce(rank)
         self.release()
 
-    def _check_assigned(self, item: OwnedSlice, quiesced: Collection[int], bucket: str) -> None:
+    def _check_assigned(self, item: AsyncSlice, quiesced: Collection[int], bucket: str) -> None:
         """Fails the job if others wait for a rank that is quiesced."""
         if quiesced and (late := item.late(quiesced)) is not None:
             text = (

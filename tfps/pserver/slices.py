@@ -38,7 +38,7 @@ class Push(NamedTuple):
     target: Target | None = None
 
     def reply(self, flags: int, generation: int = 1, index: int | None = None) -> Header:
-        """The header of what answers it: of its slice unless `index` is given, with the pushes of a numbered set."""
+        """The header of what answers it, with the pushes of the set `generation` of ranks; `index`: default its own."""
         _, _, bucket, own, priority, step, _, _ = self.header
         return Header(Kind.REPLY, flags, bucket, own if index is None else index, priority, step, 0, generation)
 
@@ -79,8 +79,6 @@ class OwnedSlice(abc.ABC):
 
     `sets` numbers the ranks whose pushes are in an answer.
     """
-
-    apart = False  # whether each rank's steps are answered by themselves
 
     def __init__(
         self, recorder: Recorder, nbytes: int, sets: RankSets, parameters: ParameterShard | None = None
@@ -173,7 +171,7 @@ class RoundSlice(OwnedSlice):
 
     @abc.abstractmethod
     def _finish(self, push: Push, generation: int, last: bool) -> list[Answer]:
-        """The answers to the round that `push` has completed, with the pushes of a set; the `last` of this slice?"""
+        """The answers to the round that `push` has completed, with the set `generation`; the slice's `last` or not."""
 
 
 class SumSlice(RoundSlice):
@@ -195,7 +193,6 @@ class SumSlice(RoundSlice):
     ) -> None:
         super().__init__(recorder, round_.format.nbytes, sets, parameters)
         self.round, self._scalars, self._codec = round_, scalars, round_.format.codec
-        self._feeds_back = parameters is None and self._codec is not None and self._codec.feeds_back
         self._residual: Floats | None = None  # made when needed: while a job is tuned there are two slices of the same
         self._targets: dict[int, Target] = {}  # of the ranks whose answer goes to shared memory
 
@@ -237,7 +234,7 @@ class SumSlice(RoundSlice):
         values = np.frombuffer(total, np.float32)
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the residual.
         if not uncoded and not last:
-            if contributed and self._feeds_back and self._residual is None:
+            if contributed and self._codec.feeds_back and self._residual is None:
                 self._residual = np.zeros(self.nbytes // 4, np.float32)
             return Encoding(self._codec, values, self._residual if contributed else None), 0
         residual, self._residual = self._residual, None
