@@ -21,6 +21,7 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
 from tfps.input.datasets import StagedDataset, StagedDatasetFromFunction
 from tfps.input.staging import Stage
@@ -142,6 +143,9 @@ def test_loops_inside_a_function_take_every_batch(strategy: tfps.Strategy) -> No
         return result
 
     assert int(total(distributed)) == int(total(iter(distributed))) == 45
+    same = tf.function(lambda batches: batches)
+    with pytest.raises(UnsupportedError, match=r"that a tf\.function returns cannot be used outside"):
+        iter(same(distributed))
 
 
 def test_batches_are_made_while_a_step_computes_and_no_further_ahead_than_the_depth(strategy: tfps.Strategy) -> None:

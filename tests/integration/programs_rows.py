@@ -326,3 +326,62 @@ def moving_mean(job: Job) -> Results:
     model = job.compiled(lambda: SGD(0.1), build=build)
     model.fit(x[:5], y[:5], batch_size=5, epochs=1, shuffle=False, verbose=0)
     return weights(model)
+
+
+class Following(Scaled):
+    """A moving mean of what is trained, and others of numbers that are the same on all replicas."""
+
+    def build(self, shape: Sequence[int]) -> None:
+        super().build(shape)
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+        self.level = self.add_weight(shape=(), initializer="ones", trainable=False, name="level")
+
+    def call(self, inputs: Structure, training: bool = False) -> Value:
+        if training:
+            self.steps.assign_add(0.1)
+            # Constant where the number of rows is fixed, as in a function that has got the batch.
+            self.level.assign(0.9 * self.level + 0.1 * keras.ops.mean(keras.ops.ones_like(inputs)))
+        return super().call(inputs, training=training)
+
+
+def moving_means_in_loops(job: Job) -> Results:
+    """A program divides its loss itself, so nobody asks how many rows the replicas have but the moving mean."""
+    return weights(*(_following(job, form) for form in ("eager", "step", "iterator", "epoch")))
+
+
+def _following(job: Job, form: str) -> Model:
+    keras.utils.set_random_seed(1)
+    build = lambda: keras.Sequential([L.Input((64,)), L.Dense(6), Following(), L.Dense(10)])  # noqa: E731
+    model, strategy = job.compiled(lambda: SGD(0.1), build=build), job.tf_strategy
+    with job.scope():
+        model.optimizer.build(model.trainable_variables)
+
+    def step(x: Value, y: Value) -> None:
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=8)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    def train(batch: Structure) -> None:
+        strategy.run(step, args=batch)
+
+    @tf.function
+    def epoch(batches: Structure) -> None:
+        for batch in batches:
+            train(batch)
+
+    in_function = tf.function(train, autograph=False)
+    following = tf.function(lambda iterator: train(next(iterator)), autograph=False)
+    for rows in (9, 13):  # the last batch has 1 row, then 5
+        dataset = sharded(tf.data.Dataset.from_tensor_slices(data(rows)).batch(8))
+        batches = strategy.experimental_distribute_dataset(dataset)
+        if form == "epoch":
+            epoch(batches)
+        elif form == "iterator":
+            iterator = iter(batches)
+            following(iterator)
+            following(iterator)
+        else:
+            for batch in batches:
+                (train if form == "eager" else in_function)(batch)
+    return model

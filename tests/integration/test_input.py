@@ -13,8 +13,8 @@ import pytest
 from tfps.types import Json
 
 # The first job belongs to the quick suite, the second is long.
-QUICK = ["fit", "loop", "without any", "failing"]
-LONG = ["several steps", "not counted", "in function", "accumulation", "eager", "empty", "unstaged", "unstaged loop"]
+QUICK = ["fit", "in function", "without any", "failing"]
+LONG = ["several steps", "not counted", "loop", "accumulation", "eager", "empty", "unstaged", "unstaged loop"]
 EACH = pytest.mark.parametrize(
     "program",
     [*(name for name in QUICK if name != "failing"), *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
@@ -49,7 +49,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @EACH
 def test_all_workers_end_each_epoch_at_the_same_step_with_equal_weights(found: Found, program: str) -> None:
     expected = {"several steps": [1, 1, 1], "eager": [3, 3], "empty": [0, 0], "loop": [2, 2], "without any": [0, 0, 0]}
-    expected |= {"in function": [3, 3, 3, 3], "unstaged loop": [2, 2]}
+    expected |= {"in function": [3] * 8, "unstaged loop": [2, 2]}
     one, two = found(program)
     assert one["trained"] == two["trained"] == expected.get(program, [3, 3, 3])
     assert one["weights"] == two["weights"]
@@ -80,14 +80,14 @@ def _of_the_data(result: dict[str, Json]) -> list[str]:
     return [line for line in result["warnings"] if not line.startswith("tfps: waits for")]
 
 
-def test_validation_uses_all_batches_of_each_worker(found: Found) -> None:
+def test_evaluation_uses_all_batches_of_each_worker(found: Found) -> None:
     assert [result["seen"] for result in found("without any")] == [80, 48]
+    assert [result["seen"] for result in found("in function")] == [80, 48]
     assert [result["evaluated"] for result in found("fit")] == [[5, 5, 5], [3, 3, 3]]
 
 
 @pytest.mark.long
-def test_prediction_and_data_from_a_function_use_all_batches_of_each_worker(found: Found) -> None:
-    assert [result["seen"] for result in found("in function")] == [80, 48]
+def test_prediction_uses_all_batches_of_each_worker(found: Found) -> None:
     assert [result["predicted"] for result in found("not counted")] == [80, 48]
 
 

@@ -14,7 +14,7 @@ PROGRAMS = [
     *("one_row_in_all", "eagerly", "several_steps", "tf_data", "py_dataset", "accumulated", "masked"),
     *("updated_in_the_step", "by_sample_weights", "other_reductions", "tracked_loss", "train_on_batch", "loop_eager"),
     *("evaluated_evenly_after_an_uneven_batch", "loop_function", "normalized", "moving_mean", "worker_without_rows"),
-    *("loop_of_sparse_gradients", "loss_scale"),
+    *("loop_of_sparse_gradients", "loss_scale", "moving_means_in_loops"),
 ]
 WHOLE = [  # of programs_whole.py
     *("convolutional", "attentive", "recurrent_eagerly", "synchronized", "synchronized_eagerly", "scalar_losses"),
@@ -26,7 +26,7 @@ WHOLE = [  # of programs_whole.py
 NO_ROWS = ["layer", "layer_eagerly", "number_eagerly", "step", "aggregated", "scaled", "sparse"]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (2, 1): ["one_row_in_all"],
+    (2, 1): ["one_row_in_all", "moving_means_in_loops"],
 }
 ONE_DEVICE = {
     "several_steps",

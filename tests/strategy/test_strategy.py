@@ -24,7 +24,7 @@ from training import compiled
 
 import tfps
 from tfps.graph.ops import outside
-from tfps.types import Argument, Options, Structure, Value
+from tfps.types import Argument, Batches, Options, Structure, Value
 
 
 def test_the_embedded_strategy_is_one_worker(strategy: tfps.Strategy) -> None:
@@ -171,6 +171,20 @@ def test_data_that_each_worker_makes_for_itself_does_not_go_with_more_workers(cl
     ):
         with pytest.raises(tfps.UnsupportedError, match="does not work with max_workers: parts of each batch would be"):
             distribute()
+
+
+def test_a_loop_inside_a_function_that_would_take_global_batches_whole_is_refused(cluster: jobs.Cluster) -> None:
+    strategy = tfps.Strategy(cluster.pservers(1, 1), config=tfps.Config(min_workers=1, max_workers=2))
+    cluster.callback(strategy.close)
+    distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
+
+    def looped(batches: Batches) -> None:
+        for batch in batches:
+            tf.print(batch)
+
+    for function, given in ((looped, [distributed]), (lambda: looped(distributed), [])):
+        with pytest.raises(tfps.UnsupportedError, match=r"with min_workers take batches outside, or in model\.fit"):
+            tf.function(function)(*given)
 
 
 def test_no_pserver_at_an_address_is_an_error_within_the_deadline() -> None:

@@ -227,19 +227,3 @@ def test_what_was_written_is_combined_although_this_rank_has_dropped_it(
     assert len(pushes) == 1
     bucket = strategy._runtime.declared.spec(pushes[0])
     assert (bucket.name, bucket.nbytes) == ("values of moving and 1 more variables", 16)
-
-
-def test_a_replica_without_rows_keeps_its_moving_mean_where_nobody_knows_the_rows_of_all() -> None:
-    with contextlib.closing(tfps.Strategy(devices=["CPU:0", "CPU:1"])) as strategy:
-        with strategy.scope():
-            level = tf.Variable(1.0, trainable=False, aggregation=tf.VariableAggregation.MEAN)
-        rows = strategy.experimental_distribute_values_from_function(
-            lambda context: tf.ones([0 if context.replica_id_in_sync_group else 2, 3])
-        )
-
-        @tf.function(autograph=False)
-        def step(rows: Value) -> None:
-            strategy.run(lambda own: level.assign(0.9 * level + 0.1 * tf.reduce_mean(tf.ones_like(own))), args=(rows,))
-
-        step(rows)
-        assert level.numpy() == 1.0

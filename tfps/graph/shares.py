@@ -274,7 +274,8 @@ class Share:
     def kinds(self) -> RowKinds:
         """What tensors of the graph are to this replica's rows."""
         if self._kinds is None:
-            self._kinds = RowKinds(self.fixed_rows)
+            fixed = self.fixed_rows
+            self._kinds = RowKinds(1 if fixed == 0 else fixed)  # one in place of none
             for each in self._inputs:
                 if tf.is_symbolic_tensor(each):
                     self._kinds.note(each, FIXED if each.shape.rank == 0 else Kind(Of.ROWS))

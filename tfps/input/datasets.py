@@ -30,7 +30,7 @@ from tfps.graph.tf_private import (
 from tfps.input.batch_digests import BatchDigests
 from tfps.input.caches import reads_whole
 from tfps.input.global_batches import filtered, has_one_size
-from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
+from tfps.input.iterators import LoopDatasetSpec, StagedIterator, StagedIteratorSpec, looped
 from tfps.input.same_data import DIVIDED, AutoShardPolicy, is_same_on_all, sames, shard_policy
 from tfps.input.staging import Feed, Group, Stage, Staging
 from tfps.keras_hooks.generators import Reading
@@ -62,16 +62,15 @@ class _Staged:
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
     _stream: Stream | None = None  # of such epochs
 
+    @property
+    def _type_spec(self: Batches) -> tf.TypeSpec:
+        return LoopDatasetSpec(self.staging.number, super()._type_spec, self.cuts)  # type: ignore[misc]
+
     def __iter__(self: Batches) -> Batches:
-        if self.cuts and not self.staging.closed and not tf.executing_eagerly():
-            raise UnsupportedError(
-                "a loop over a distributed dataset within a tf.function cannot go on without a lost worker: with "
-                "min_workers take batches outside, or in model.fit"
-            )
-        if self.staging.closed or not tf.executing_eagerly():
-            iterator = super().__iter__()  # type: ignore[misc]
-            agreement = None if self.staging.closed else self.staging.agreement
-            return iterator if agreement is None else LoopIterator(iterator, self.staging, agreement)
+        if not tf.executing_eagerly():
+            return looped(super().__iter__(), self.staging, cuts=self.cuts)  # type: ignore[misc]
+        if self.staging.closed:
+            return super().__iter__()  # type: ignore[misc]
         extended, replicas = self._strategy.extended, len(self.staging.devices)
         all_data = self.all_data if extended.hands_out else None
         sources = self.sources if all_data is None else all_data()

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError, from_text
 from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
-from tfps.graph.tf_private import CompositeTensor, distribute_utils, ops, values
+from tfps.graph.tf_private import CompositeTensor, DistributedDataset, distribute_utils, ops, values
 from tfps.input.batch_agreement import CLOSED, BatchAgreement, IteratorProgress, Request
 from tfps.input.staging import END, GO, TOKEN, Feed, Stage, Staging, stagings
 from tfps.threads import finalize
@@ -264,3 +264,64 @@ class LoopIterator:
             return batch.get_value()
 
     __next__ = get_next
+
+
+def looped(iterator: Batches, staging: Staging, *, cuts: bool) -> Batches:
+    """Returns what a loop in a function over a distributed dataset takes its batches from; `iterator` is TensorFlow's.
+
+    Raises UnsupportedError if the dataset has global batches (`cuts`): nothing cuts them there.
+    """
+    if cuts and not staging.closed:
+        raise UnsupportedError(
+            "a loop over a distributed dataset within a tf.function cannot go on without a lost worker: with "
+            "min_workers take batches outside, or in model.fit"
+        )
+    agreement = None if staging.closed else staging.agreement
+    return iterator if agreement is None else LoopIterator(iterator, staging, agreement)
+
+
+class LoopDatasetSpec(tf.TypeSpec):
+    """Spec of a distributed dataset that is passed to a `tf.function`: `plain` is TensorFlow's, `number` the staging's.
+
+    By TensorFlow's alone the function would get a dataset of which each rank takes batches without asking others.
+    """
+
+    __slots__ = ("_cuts", "_number", "_plain")
+    value_type = property(lambda self: LoopDataset)
+
+    def __init__(self, number: int, plain: tf.TypeSpec, cuts: bool) -> None:
+        self._number, self._plain, self._cuts = number, plain, cuts
+
+    def iterator(self, dataset: Batches) -> Batches:
+        """Returns an iterator over TensorFlow's `dataset`."""
+        return looped(iter(dataset), stagings[self._number], cuts=self._cuts)
+
+    def _serialize(self) -> tuple[object, ...]:
+        return self._number, self._plain, self._cuts
+
+    @property
+    def _component_specs(self) -> Structure:
+        return self._plain._component_specs
+
+    def _to_components(self, value: Batches) -> Structure:
+        return self._plain._to_components(value.plain if isinstance(value, LoopDataset) else value)
+
+    def _from_components(self, components: Structure) -> LoopDataset:
+        return LoopDataset(self, self._plain._from_components(components))
+
+
+class LoopDataset(CompositeTensor, tf.distribute.DistributedDataset):
+    """A distributed dataset inside a `tf.function` that received it."""
+
+    def __init__(self, spec: LoopDatasetSpec, plain: Batches) -> None:
+        self._spec, self.plain = spec, plain
+
+    _type_spec = property(lambda self: self._spec)
+    element_spec = property(lambda self: self.plain.element_spec)
+    cardinality = property(lambda self: self.plain.cardinality)
+    reduce = DistributedDataset.reduce  # of which AutoGraph makes a loop
+
+    def __iter__(self) -> Batches:
+        if tf.executing_eagerly():
+            raise UnsupportedError("a distributed dataset that a tf.function returns cannot be used outside of it")
+        return self._spec.iterator(self.plain)

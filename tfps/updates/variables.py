@@ -381,20 +381,24 @@ class GatedVariable(Converted, values.MirroredVariable):
         value = tf.convert_to_tensor(value, self.dtype)
         if summed:
             return share.only_if_rows(value)
+        if self.local and tf.executing_eagerly() and share.step != "evaluation":
+            # In 64 bits: the mean of a number that all replicas write alike is that number.
+            part = share.only_if_rows(tf.cast(value, tf.float64) * share.weight(share.even, exchange=True))
+            total = self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
+            return tf.cast(total, self.dtype)
+        # In evaluation some ranks may have a batch that others have not, but aggregated variables reduce anyway. Before
+        # the graph is looked at: a replica with a fixed number of rows may have a constant where another has not.
+        relative = share.relative(self.dtype, exchange=not (self.local and share.step == "evaluation"))
         if self.local and not share.depends_on_rows(value):
             return value
         if self.local:
             self._check_mean(share, value)
-        if self.local and tf.executing_eagerly() and share.step == "training":
-            part = share.only_if_rows(value * share.weight(tf.cast(share.even, self.dtype), exchange=True))
-            return self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
         # Of a moving mean, only the batch's part is weighted: what replicas had before may differ between them.
         start = tf.zeros_like(value) if before is None else tf.broadcast_to(before(), tf.shape(value))
         kept = kept_part(self._get_on_device_or_primary(), value) if tf.is_symbolic_tensor(value) else None
         if self.local:
             self._note_assigned(share, linear=kept is not None)
         kept = start if kept is None else kept
-        relative = share.relative(self.dtype, exchange=not self.local)  # else all replicas reduce together
         counted = tf.where(tf.equal(relative, 1), value, kept + relative * (value - kept))
         # Where nobody knows the rows of all, nothing is weighted: then a replica without rows changes nothing.
         return share.only_if_rows(counted, tf.where(tf.equal(relative, 0), kept, start))
