@@ -38,7 +38,7 @@ JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
     "async": ({**SKIP, "TFPS_UPDATE": "server", "TFPS_MODE": "async"}, ["alone"]),
     "diloco": ({**SKIP, "TFPS_MODE": "diloco", "TFPS_INNER_STEPS": "2"}, ["alone"]),
 }
-QUICK = ("skip", "raise")
+QUICK = ("raise",)  # skipping, within a process: tests/updates/test_nonfinite.py
 Job = Callable[..., dict[str, Results]]
 
 
@@ -95,6 +95,7 @@ def test_a_step_that_is_skipped_leaves_what_training_without_its_batch_leaves(
             assert re.match(rf"tfps: a step is skipped: the gradient of \S+ is not finite on {who} \({count} so", line)
 
 
+@pytest.mark.long
 def test_the_first_variable_and_the_ranks_that_have_it_are_named(job: Job) -> None:
     results = job("skip")["named"]
     check(results)
