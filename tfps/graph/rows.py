@@ -86,8 +86,6 @@ class Fillers:
             row = tf.cond(stored.read_value(), of_variables, lambda: [_blank(each) for each in values])
             return [_one_row(value, each) for value, each in zip(values, row, strict=True)]
 
-        if tf.get_static_value(rows) == 0:
-            return fill()
         filled: list[Value] = tf.cond(tf.equal(rows, 0), fill, keep)
         return filled
 
@@ -140,8 +138,5 @@ def _blank(value: Value) -> Value:
 
 
 def _one_row(value: Value, row: Value) -> Value:
-    """Returns `row` if `value` has no rows, else `value`. Of a fixed number of rows it is another fixed number."""
-    known = tf.get_static_value(rows_of(value))
-    if known is not None:
-        return value if known else row
+    """Returns `row` if `value` has no rows, else `value`."""
     return tf.cond(tf.equal(rows_of(value), 0), lambda: row, lambda: value)

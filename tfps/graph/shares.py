@@ -260,6 +260,9 @@ class Share:
 
         # What a function within gets as an argument may be from rows.
         sources = computed_from(tf.nest.flatten(value, expand_composites=True), goes_on)
+        if tf.is_symbolic_tensor(value) and self.kinds.of(value).of is Of.FIXED:
+            # As a mean of ones: where the number of rows is fixed, it is a constant. Numbers given with the batch count.
+            return any(id(each) in batch and each.shape.rank == 0 for each in sources)
         return any(id(each) in batch or (id(each) not in reduced and is_argument(each)) for each in sources)
 
     def alike(self, value: Value) -> Value:
@@ -274,8 +277,7 @@ class Share:
     def kinds(self) -> RowKinds:
         """What tensors of the graph are to this replica's rows."""
         if self._kinds is None:
-            fixed = self.fixed_rows
-            self._kinds = RowKinds(1 if fixed == 0 else fixed)  # one in place of none
+            self._kinds = RowKinds(self.fixed_rows or None)  # in place of no rows there is one
             for each in self._inputs:
                 if tf.is_symbolic_tensor(each):
                     self._kinds.note(each, FIXED if each.shape.rank == 0 else Kind(Of.ROWS))
