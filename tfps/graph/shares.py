@@ -261,7 +261,7 @@ class Share:
         # What a function within gets as an argument may be from rows.
         sources = computed_from(tf.nest.flatten(value, expand_composites=True), goes_on)
         if tf.is_symbolic_tensor(value) and self.kinds.of(value).of is Of.FIXED:
-            # As a mean of ones: where the number of rows is fixed, it is a constant. Numbers given with the batch count.
+            # As a mean of ones: a constant where the number of rows is fixed. Numbers given with the batch count.
             return any(id(each) in batch and each.shape.rank == 0 for each in sources)
         return any(id(each) in batch or (id(each) not in reduced and is_argument(each)) for each in sources)
 
