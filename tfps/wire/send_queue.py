@@ -24,7 +24,8 @@ from tfps.wire.upcoming import Upcoming
 LEAST_S = 0.02  # shorter measurements say nothing
 SILENT_S = 5.0  # without a sign of life; the other end sends a heartbeat every second
 _MAX_PARTS = 64  # per call of `take_parts`
-_RECEIPT_BYTES = 4 * 2**20  # over a data connection an ACK is due after so many, if no frame carries the receipt
+# Over a data connection an ACK is due after so many, if no frame carries the receipt. Several in a step tell the rate.
+_RECEIPT_BYTES = 2**20
 
 
 class Encoding:
@@ -137,7 +138,7 @@ class SendQueue:
     stream began. One sender takes; any thread may call anything else. The other end is `rank` or `pserver`.
 
     With `piggyback` data frames carry receipts. Where they cannot (a reply's bytes are the same for all ranks, unless
-    in shared memory) or none goes out, an ACK is due for every half window received, on a connection for every 4 MiB.
+    in shared memory) or none goes out, an ACK is due for every half window received, on a connection for every 1 MiB.
     """
 
     def __init__(
