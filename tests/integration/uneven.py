@@ -155,21 +155,14 @@ def in_function(strategy: tfps.Strategy) -> dict[str, Json]:
     model, trained = model_of(strategy), []
     data = shard(strategy, BATCHES[strategy.rank], counted=False)
 
-    @tf.function  # type: ignore[untyped-decorator]
-    def over_dataset() -> tf.Tensor:
+    def over(batches: Batches) -> tf.Tensor:
         steps = tf.constant(0)
-        for batch in data:
+        for batch in batches:
             strategy.run(model.train_step, args=(batch,))
             steps += 1
         return steps
 
-    @tf.function  # type: ignore[untyped-decorator]
-    def over_argument(given: dict[str, Batches]) -> tf.Tensor:
-        steps = tf.constant(0)
-        for batch in given["data"]:
-            strategy.run(model.train_step, args=(batch,))
-            steps += 1
-        return steps
+    over_dataset, over_argument = tf.function(lambda: over(data)), tf.function(lambda given: over(given["data"]))
 
     @tf.function  # type: ignore[untyped-decorator]
     def over_iterator() -> tf.Tensor:

@@ -381,14 +381,15 @@ class GatedVariable(Converted, values.MirroredVariable):
         value = tf.convert_to_tensor(value, self.dtype)
         if summed:
             return share.only_if_rows(value)
-        if self.local and tf.executing_eagerly() and share.step != "evaluation":
+        # In evaluation some ranks may have a batch that others have not, but aggregated variables reduce anyway.
+        together = not (self.local and share.step == "evaluation")
+        if self.local and together and tf.executing_eagerly():
             # In 64 bits: the mean of a number that all replicas write alike is that number.
             part = share.only_if_rows(tf.cast(value, tf.float64) * share.weight(share.even, exchange=True))
             total = self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
             return tf.cast(total, self.dtype)
-        # In evaluation some ranks may have a batch that others have not, but aggregated variables reduce anyway. Before
-        # the graph is looked at: a replica with a fixed number of rows may have a constant where another has not.
-        relative = share.relative(self.dtype, exchange=not (self.local and share.step == "evaluation"))
+        # Asked for before the graph is looked at: a replica whose rows are fixed may have a constant, others have none.
+        relative = share.relative(self.dtype, exchange=together)
         if self.local and not share.depends_on_rows(value):
             return value
         if self.local:
