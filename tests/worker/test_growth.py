@@ -86,7 +86,7 @@ def test_a_worker_that_comes_before_the_job_has_begun_waits(cluster: Cluster, mo
     assert joiner.declare([GRADIENT]) == [0]
     with joiner.joining.trying_out():
         assert summed(push(joiner, 0, ONES).wait()).tolist() == [1.0] * 750
-    short = dataclasses.replace(GROWS, connect_timeout_s=0.2)
+    short = dataclasses.replace(GROWS, connect_timeout_s=1.0)
     (error,) = attempt(functools.partial(cluster.worker, cluster.pservers(1, 2), 2, config=short))
     assert isinstance(error, WaitTimeoutError)
     assert "rank 2 joins the job once the 2 workers of its start have begun it (--workers); start those" in str(error)

@@ -265,7 +265,7 @@ def test_saved_rows_come_back_on_any_number_of_pservers(pservers: int, cluster: 
 
 
 def test_rows_are_replaced_once_all_ranks_do_so(cluster: Cluster, tmp_path: Path) -> None:
-    first, second = jobs.job(cluster, 2, bucket(), config=dataclasses.replace(CONFIG, step_timeout_s=0.5))
+    first, second = jobs.job(cluster, 2, bucket(), config=dataclasses.replace(CONFIG, step_timeout_s=2.0))
     ones = np.ones((1, 3), np.float32)
     for worker in (first, second):
         added(worker, ids_of(4), ones, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import grpc
@@ -121,11 +121,16 @@ def mbit(bytes_per_s: float) -> str:
 
 
 def measure_bandwidth(
-    pserver: Pserver, data_port: int, timeout_s: float, seconds: float = SECONDS
+    pserver: Pserver,
+    data_port: int,
+    timeout_s: float,
+    seconds: float = SECONDS,
+    has_job: Callable[[], bool] = lambda: False,
 ) -> Bandwidth | Check:
     """Measures each direction for `seconds`, one after the other; over gRPC if `data_port` is 0.
 
-    `timeout_s` is for an answer, and for other clients to end their measurement.
+    `timeout_s` is for an answer, and for other clients to end their measurement; a job, which the pserver `has_job`
+    tells of, would not end meanwhile.
     """
 
     def measured(direction: Direction) -> float:
@@ -137,7 +142,7 @@ def measure_bandwidth(
                 connected = introduce(pserver.address, data_port, pserver.token, purpose(direction), 0, timeout_s)
                 return measure_connection(connected, direction, seconds, timeout_s).bytes_per_s
             except WaitTimeoutError:
-                if time.monotonic() >= end_s:
+                if time.monotonic() >= end_s or has_job():
                     raise
                 time.sleep(_AGAIN_S)
 
@@ -256,17 +261,21 @@ class Visit:
             self.checks.append(bandwidth_of_job(self._members))
             return None
         try:
-            found = measure_bandwidth(self._pserver, self._data_port, self._client.timeout_s, seconds)
+            found = measure_bandwidth(self._pserver, self._data_port, self._client.timeout_s, seconds, self._has_job)
         except (TfpsError, OSError) as error:
             advice = f"the measurement broke: {error}; see the pserver's log"  # although small calls are answered
             found = Check("bandwidth", "warning", "broke", advice, "broken")
         if isinstance(found, Bandwidth):
             return found
-        with contextlib.suppress(TfpsError):
-            if self._ask_for_job(self._pserver).state in _BUSY:  # it has begun meanwhile, and ended the measurement
-                found = bandwidth_of_job(())
+        if self._has_job():  # it has begun meanwhile, and ended the measurement
+            found = bandwidth_of_job(())
         self.checks.append(found)
         return None
+
+    def _has_job(self) -> bool:
+        with contextlib.suppress(TfpsError):
+            return self._pserver is not None and self._ask_for_job(self._pserver).state in _BUSY
+        return False
 
     def close(self) -> None:
         if self._pserver is not None:
