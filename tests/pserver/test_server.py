@@ -266,7 +266,7 @@ def test_a_stream_of_a_stranger_is_refused_alone(
 def test_other_protocol_versions_refuse_each_other_by_name(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     with pytest.raises(
-        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 10, the worker versi"
+        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 11, the worker versi"
     ):
         cluster.raw(address, protocol_version=1)
 

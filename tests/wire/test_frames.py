@@ -73,7 +73,8 @@ def test_an_oversized_frame_is_refused_with_its_length() -> None:
 def test_an_unknown_kind_is_refused_with_the_known_ones(kind: int) -> None:
     message = bytes([kind]) + frames.encode(Header(Kind.PUSH))[1:]
     known = r"1 \(PUSH\), 2 \(REPLY\), 3 \(ACK\), 4 \(ERROR\), 5 \(LAYOUT\), 6 \(TRACE\), 8 \(SCALARS\), "
-    known += r"9 \(BEAT\), 10 \(RANKS\), 11 \(LOST\), 12 \(ADMITTED\), 13 \(READY\), 14 \(AWAITED\), 15 \(OFFER\)"
+    known += r"9 \(BEAT\), 10 \(RANKS\), 11 \(LOST\), 12 \(ADMITTED\), 13 \(READY\), 14 \(AWAITED\), "
+    known += r"15 \(OFFER\), 16 \(RECEIVED\)"
     with pytest.raises(ProtocolError, match=f"one of {known}, got {kind}"):
         frames.decode(message)
 

@@ -40,6 +40,11 @@ from tfps.types import Argument
 from tfps.worker.worker import Worker
 
 
+@pytest.fixture(autouse=True)
+def telling_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_TOLD_BYTES", 1)  # workers keep as little as they may
+
+
 @jobs.OVER_ALL
 @pytest.mark.parametrize("which", [[0], [1, 2]])
 def test_a_job_goes_on_without_pservers_that_end(cluster: Cluster, which: list[int]) -> None:
@@ -88,21 +93,23 @@ def test_who_lacks_a_result_gets_it_from_one_who_has_it(
     job.goes_on_with([job.servers[0], job.servers[2]])
 
 
-def test_a_large_result_is_forgotten_when_all_must_have_it(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "_LARGE_BYTES", 4 * ITEMS)
-    job = Job(cluster)
+def test_a_result_is_kept_until_all_ranks_have_it(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, deaf = Job(cluster, pservers=1), deafening(monkeypatch)
+
+    def kept(number: int, ranks: Sequence[int] = range(3)) -> list[bool]:
+        return [job.workers[rank].core.buckets[number].last.sum is not None for rank in ranks]
+
     job.step()
-    kept = [worker.core.buckets[TOTAL] for worker in job.workers]
-    rounds = [job.begin(GRADIENT) for _ in range(core._ROUNDS)]
-    for each in rounds:
-        job.check(each)
-    assert all(bucket.last.sum is not None for bucket in kept)
     job.check(job.begin(GRADIENT))
-    poll(lambda: all(bucket.last.sum is None for bucket in kept))
-    assert all(worker.core.buckets[GRADIENT].last.sum is not None for worker in job.workers)
-    job.lose(0)
-    job.step()
-    assert all(bucket.last.sum is not None for bucket in kept)
+    poll(lambda: not any(kept(GRADIENT) + kept(TOTAL)))
+    deaf(job.workers[2])
+    members = job.servers[0]._job._state.roster.members
+    for number in (GRADIENT, WORDS):  # with the second reply comes what has been announced after the first
+        pushed = [push(worker, number, None) for worker in job.workers]
+        for pending in pushed[:2]:
+            pending.wait()
+        poll(lambda: all(members[rank].received[GRADIENT] == 3 for rank in (0, 1)))
+    assert all(kept(GRADIENT, [0, 1]))
     with pytest.raises(ProtocolError, match="lacks a result that the others had some steps before"):
         packed(Reply(ranks=(0, 1)))
 

@@ -114,6 +114,7 @@ class Member:
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
     reason: str = ""  # why it has left, if it said so
     busy: str = ""  # what it does that others may wait for, if it said so
+    received: tuple[int, ...] = ()  # how many results of each bucket it has, as far as it has said
     trial: Trial | None = None  # it was let in to a job under way, and has not taken a step yet
 
     def __str__(self) -> str:

@@ -45,6 +45,7 @@ class Elastic:
         self._state, self._rounds = state, rounds
         self.admission: Admission | None = None  # under way
         self._training = 0  # that members have said they are in
+        self._stable: tuple[int, ...] = ()  # what all have been told last: see `received`
 
     def check_present(self, rank: int, uid: str) -> None:
         """Raises with what worker `uid` of `rank` ends, if the others went on without it, which it may not know."""
@@ -129,6 +130,20 @@ class Elastic:
         admission.over, self.admission = True, None
         self._state.changed.notify_all()
         return True
+
+    def received(self, rank: int, counts: tuple[int, ...]) -> None:
+        """Notes how many results of each bucket `rank` has; tells all what all have, which nobody will ask them for.
+
+        Such messages are called stable (Birman, Schiper and Stephenson: Lightweight causal and atomic group multicast,
+        1991, https://doi.org/10.1145/128738.128742).
+        """
+        with self._state.changed:
+            members, ranks = self._state.roster.members, self._state.roster.view.ranks
+            members[rank].received = counts
+            here = [members[each].received if each in members else () for each in ranks]
+            before, self._stable = self._stable, tuple(map(min, zip(*here, strict=False)))  # some have declared more
+            if self._stable != before:
+                self._state.announce(Header(Kind.RECEIVED), frames.pack_counts(self._stable))
 
     def _execute(self, effects: Iterable[roster.Effect]) -> list[Callable[[], object]]:
         """Executes effects of a change, with the lock; returns what comes after it, without the lock."""

@@ -35,7 +35,7 @@ from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import BrokenConnectionError, Receiver, not_expected
 from tfps.wire.control import PULL, PUSH
-from tfps.wire.frames import Header, Kind
+from tfps.wire.frames import Header, Kind, unpack_counts
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Place
 
@@ -323,10 +323,14 @@ class Session:
 
     def control(self, header: Header, payload: memoryview) -> None:
         self._arrived(payload)
-        if header.kind != Kind.SCALARS:
+        if header.kind not in (Kind.SCALARS, Kind.RECEIVED):
             raise not_expected(header, Kind.PUSH)
-        if self._job.elastic.is_current(self.rank, self.queue):
+        if not self._job.elastic.is_current(self.rank, self.queue):
+            return
+        if header.kind == Kind.SCALARS:
             self._take(self._job.rounds.take_scalars, header, payload)
+        else:
+            self._job.elastic.received(self.rank, unpack_counts(payload))
 
     def _take(self, take: Callable[..., object], *frame: object) -> None:
         elastic = self._job.elastic

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -30,8 +30,8 @@ logger = logging.getLogger("tfps")
 _T = TypeVar("_T")
 ToDo = queue.SimpleQueue[Event | Effect | None]
 _LOOK_S = 1.0  # between two looks whether a wait is interrupted
-_LARGE_BYTES = 2**20  # of a result that is worth forgetting
-_ROUNDS = 3  # more than a rank can be ahead of another one in its gradients
+_TOLD_BYTES = 2**24  # of results that a worker keeps before the others tell that they have them
+_LARGE_BYTES = 2**20  # of a result whose memory will not be needed soon
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 
 
@@ -110,7 +110,7 @@ class Core:
         self.sessions = {self.recovery.session: first}  # what the machine knows by numbers
         self.ended: set[int] = set()  # whose programs have ended, in earlier views
         self.closing_reason = ""  # why it has been closed
-        self._large: dict[int, tuple[int, dict[int, int]]] = {}  # results to forget: see `forget_results`
+        self._untold = 0  # bytes of results since the others were told
         self.quiesced = False  # whether it steps no further until all have come to an exchange
         self.to_do = to_do  # what the thread of `Reconfiguration` does, one after the other; None: the end
 
@@ -214,33 +214,28 @@ class Core:
         """The journal of a bucket; a joining worker keeps none, as nobody gets what it pushes."""
         return None if self.is_joining else bucket.journal
 
-    def forget_results(self, worker: Worker, number: int, reply: Reply) -> None:
-        """Drops large results that all ranks must have, such as initial values; after a reply to `number`, by `worker`.
-
-        A rank begins step n + 1 when step n has ended on it, with all that was exchanged before. So if gradients come
-        back `_ROUNDS` steps after a result, each rank that has pushed them has that result.
-        """
-        if self.config.applies_each_push:  # gradients come back to one rank while others are behind
-            return
-        if worker.pushes.buckets[number].spec.occasional:
-            if reply.sum is not None and memoryview(reply.sum).nbytes >= _LARGE_BYTES:
-                with self.changed:
-                    seen = {other: each.replies for other, each in enumerate(self.buckets)}
-                    self._large[number] = self.buckets[number].replies, seen
-            return
-        if not self._large:
-            return
+    def tell_received(self, worker: Worker, reply: Reply) -> None:
+        """Has the others told, once in so many bytes of results, which this one has: see `forget_results`."""
+        if self.config.applies_each_push or worker.joining.pending:
+            return  # replies are counted otherwise
+        results = [reply.sum] if reply.parts is None else reply.parts.values()
         with self.changed:
-            replies = self.buckets[number].replies
-            known = {n: at for n, (at, seen) in self._large.items() if replies > seen.get(number, 0) + _ROUNDS}
-            for other in known:
-                del self._large[other]
-        for other, at in known.items():
-            bucket = self.buckets[other]
+            self._untold += sum(memoryview(each).nbytes for each in results if each is not None)
+            if self._untold < _TOLD_BYTES:
+                return
+            self._untold = 0
+        worker.pushes.tell_received([bucket.replies for bucket in list(self.buckets)])
+
+    def forget_results(self, worker: Worker, counts: Sequence[int]) -> None:
+        """Drops results that no rank lacks: all have so many of each bucket."""
+        for number, (bucket, count) in enumerate(zip(list(self.buckets), counts, strict=False)):
             with bucket.lock:
-                if bucket.replies == at:
-                    bucket.last = Reply(ranks=bucket.last.ranks)
-            worker.pushes.give_back(other)
+                if bucket.replies > count or (bucket.last.sum is None and bucket.last.parts is None):
+                    continue
+                bucket.last = Reply(ranks=bucket.last.ranks)
+            spec = worker.pushes.buckets[number].spec
+            if spec.occasional and spec.nbytes >= _LARGE_BYTES:
+                worker.pushes.give_back(number)
 
     def check_there(self, number: int) -> None:
         """Raises WorkerLostError if nobody has what pservers kept of a bucket."""

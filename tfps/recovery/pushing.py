@@ -93,7 +93,7 @@ class Pushing:
                     bucket.last, core.quiesced = reply, False
                 bucket.replies = bucket.replies + 1 if worker.joining.pending else reply.step + 1
         if reply.error is None:
-            core.forget_results(worker, number, reply)
+            core.tell_received(worker, reply)
         on_reply(reply)
 
     def _begin_saving(

@@ -65,6 +65,7 @@ class Reconfiguration:
     def _follow(self, session: int) -> None:
         worker = self._core.sessions[session]
         worker.add_failure_listener(functools.partial(self._failed, session))
+        worker.pushes.on_stable = functools.partial(self._core.forget_results, worker)
 
     def _failed(self, session: int, error: TfpsError) -> None:
         with self._core.changed:

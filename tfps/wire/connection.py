@@ -45,13 +45,13 @@ class Receiver(Protocol):
         """Takes a data frame; its payload is where `memory` said, or in shared memory at `place`, else new."""
 
     def control(self, header: Header, payload: memoryview) -> None:
-        """Takes a LAYOUT, TRACE, RANKS or LOST, which only workers get, or SCALARS, which only pservers get."""
+        """Takes a notice, such as a LAYOUT, or SCALARS, which only pservers get."""
 
 
 _NOTICES = frozenset(
     (
         *(Kind.LAYOUT, Kind.TRACE, Kind.SCALARS, Kind.RANKS, Kind.LOST, Kind.ADMITTED, Kind.READY, Kind.AWAITED),
-        Kind.OFFER,
+        *(Kind.OFFER, Kind.RECEIVED),
     )
 )
 

@@ -30,7 +30,7 @@ from tfps.wire.reach import split, trouble, who_answers
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py

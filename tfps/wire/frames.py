@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ class Kind(enum.IntEnum):
     READY = 13
     AWAITED = 14
     OFFER = 15
+    RECEIVED = 16
 
 
 class Header(NamedTuple):
@@ -134,6 +135,18 @@ def encode_admitted(before: Collection[int], present: Collection[int]) -> bytes:
     """ADMITTED: the ranks `present` take part from now on, of whom those `before` did already."""
     ranks = [*sorted(before), *sorted(set(present).difference(before))]
     return encode(Header(Kind.ADMITTED, index=len(before)), np.asarray(ranks, "<u4").tobytes())
+
+
+def pack_counts(counts: Sequence[int]) -> bytes:
+    """The payload of a RECEIVED: how many results of each bucket have come, at one worker or at all."""
+    return np.asarray(counts, "<u8").tobytes()
+
+
+def unpack_counts(payload: memoryview) -> tuple[int, ...]:
+    """The reverse of `pack_counts`."""
+    if len(payload) % 8:
+        raise ProtocolError(f"RECEIVED must have 8 bytes for each bucket, got {len(payload)} bytes")
+    return tuple(np.frombuffer(payload, "<u8").tolist())
 
 
 def decode_ranks(payload: memoryview) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Payload, 
 from tfps.exchange.kinds import ByKind
 from tfps.exchange.layout import Cutting, Placer
 from tfps.membership.view import View
-from tfps.wire.frames import Header, Kind, encode
+from tfps.wire.frames import Header, Kind, encode, pack_counts
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Failed, Push, PushedBucket
@@ -39,6 +39,7 @@ class Pushes:
     ) -> None:
         self.buckets: list[PushedBucket] = []
         self.step = 0  # for messages
+        self.on_stable: Callable[[Sequence[int]], object] = lambda counts: None
         self._config, self._failures, self._queues, self._memory = config, failures, queues, memory
         self._encoding_failed = encoding_failed
 
@@ -78,6 +79,10 @@ class Pushes:
         """Gives memory back that was kept for the next push of `bucket`: there may be none."""
         if self._memory.arena is not None:
             self._memory.arena.give_back(self.buckets[bucket].spec.nbytes)
+
+    def tell_received(self, counts: Sequence[int]) -> None:
+        """Tells how many results of each bucket this worker has; `on_stable` is called with what all have."""
+        self._queues[0].put_urgent(encode(Header(Kind.RECEIVED), pack_counts(counts)))
 
     def redeliver(self, bucket: int, donor: int, result: Payload | None, on_reply: OnReply) -> None:
         """Takes a step of `bucket` in which `donor` gives the `result` of a round to those that lack it.

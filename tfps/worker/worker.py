@@ -38,7 +38,7 @@ from tfps.threads import Heartbeat
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import Pserver, bucket_of, layout_of
-from tfps.wire.frames import Header, Kind, decode_ranks
+from tfps.wire.frames import Header, Kind, decode_ranks, unpack_counts
 from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import SILENT_S, SendQueue
 from tfps.wire.shared_memory import Sharing
@@ -379,6 +379,9 @@ class Worker:
             return
         if header.kind == Kind.OFFER:
             self._on_offer(bytes(payload).decode("utf-8", "replace"))
+            return
+        if header.kind == Kind.RECEIVED:
+            self.pushes.on_stable(unpack_counts(payload))
             return
         if header.kind == Kind.AWAITED:
             self.client.on_awaited(header.bucket, header.step)
