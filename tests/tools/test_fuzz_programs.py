@@ -66,6 +66,8 @@ def test_one_bit_between_ranks_is_a_difference() -> None:
     difference = oracle.between_ranks([FOUND, other], Judgement.of(Case()))
     assert difference is not None
     assert difference.kind == "ranks differ in weights"
+    one, two = ({**FOUND, "history/0/loss": np.float32([sign * np.nan, 1])} for sign in (1, -1))
+    assert oracle.between_ranks([one, two], Judgement.of(Case())) is None
 
 
 def test_results_that_only_one_rank_has_are_a_difference() -> None:

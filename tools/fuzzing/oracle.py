@@ -546,7 +546,9 @@ def _difference(value: Value, other: Value, size: float) -> float:
 
 def _bytes(value: Value) -> tuple[tuple[int, ...], bytes]:
     array = np.asarray(value)
-    return (array.shape, array.tobytes())
+    if array.dtype.kind == "f":  # IEEE 754 leaves open which of its NaNs an operation returns
+        array = np.where(np.isnan(array), array.dtype.type("nan"), array)
+    return array.shape, array.tobytes()
 
 
 def _shown(value: Value, other: Value = None) -> str:
