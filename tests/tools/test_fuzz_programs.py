@@ -66,7 +66,7 @@ def test_one_bit_between_ranks_is_a_difference() -> None:
     difference = oracle.between_ranks([FOUND, other], Judgement.of(Case()))
     assert difference is not None
     assert difference.kind == "ranks differ in weights"
-    one, two = ({**FOUND, "history/0/loss": np.float32([sign * np.nan, 1])} for sign in (1, -1))
+    one, two = ({**FOUND, "history/0/loss": np.array([nan, 1.0], np.float32)} for nan in (np.nan, -np.nan))
     assert oracle.between_ranks([one, two], Judgement.of(Case())) is None
 
 
