@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 
@@ -59,6 +60,41 @@ def test_every_optimizer_updates_kernels_of_rank_3_bitwise_as_plain_keras(strate
     # Muon scales by products of constants, which TensorFlow folds only in functions that have a result.
     distributed = training.train(strategy, optimizer(name), training.attention)
     assert distributed == training.train(None, optimizer(name), training.attention)
+
+
+class UsesSlots(keras.Sequential):
+    """Reads and writes a slot before its update, behind it, and in a function that may run at either time."""
+
+    def train_step(self, data: Value) -> dict[str, Value]:
+        x, y = data
+        slot = next(each for each in self.optimizer.variables if each.shape == (4, 3))
+        total = tf.function(lambda: tf.reduce_sum(slot.value))
+        read, large = {"before": total()}, tf.fill((900, 900), tf.reduce_mean(x))
+        one = tf.sign(1 + tf.reduce_max(tf.linalg.matmul(large, large)) ** 2)
+        slot.assign(slot.value + one)  # long after gradients could have left
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        read |= {"behind": tf.reduce_sum(slot.value), "within": total()}
+        slot.assign(slot.value * 0.5)
+        return {**read, "last": total()}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_that_uses_slots_itself_ends_bitwise_equal_to_plain_keras(strategy: tfps.Strategy, steps: int) -> None:
+    x, y = np.random.default_rng(1).normal(size=(24, 4)), np.ones((24, 2))
+
+    def ends(strategy: tfps.Strategy | None) -> list[bytes]:
+        keras.utils.set_random_seed(1)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = UsesSlots([keras.layers.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+            model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False, steps_per_execution=steps)
+            model.optimizer.build(model.trainable_variables)
+        history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        values = [*history.values(), *(each.numpy() for each in [*model.variables, *model.optimizer.variables])]
+        return [np.asarray(each).tobytes() for each in values]
+
+    assert ends(strategy) == ends(None)
 
 
 MOMENTUM: dict[str, Argument] = {"learning_rate": 0.05, "momentum": 0.9}

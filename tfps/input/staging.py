@@ -14,6 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfps.errors import TfpsError, in_graph_error, to_text
@@ -65,7 +66,8 @@ class Stage:
             flat = [each for each in tf.nest.flatten(batch, expand_composites=True) if each is not None]
             for buffer, indices in buffers:
                 own = [flat[index] for index in indices]
-                buffer(tf.raw_ops.MapStage, key=number, indices=list(range(len(own))), values=own)
+                # An array: a list has TensorFlow take the slow path through Python.
+                buffer(tf.raw_ops.MapStage, key=number, indices=np.arange(len(own), dtype=np.int32), values=own)
 
     def take(self, key: tf.Tensor) -> list[Structure]:
         """Returns the batches of `key`, one per replica. Works eagerly and in graphs."""
@@ -420,12 +422,12 @@ class Feed:
 
     def _put_token(self, key: int, text: str = "", rows: list[int] | None = None) -> None:
         with tf.init_scope(), tf.device(HOST):
-            token = [tf.constant(key, tf.int64), text, tf.constant(rows or self._unknown, tf.int64)]
+            token = [tf.constant(key, tf.int64), tf.constant(text), tf.constant(rows or self._unknown, tf.int64)]
             self._putting = True
             try:
                 if self.stopped:
                     raise _StoppedError
-                self.tokens.enqueue(token)
+                tf.raw_ops.QueueEnqueueV2(handle=self.tokens.queue_ref, components=token)
             finally:
                 self._putting = False
 

@@ -26,7 +26,7 @@ from tfps.graph import common_rows
 from tfps.graph import ops as graph_ops
 from tfps.graph.ops import Gate
 from tfps.graph.shares import Counted
-from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
+from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops, outer_graphs
 from tfps.graph.timestamps import PassedGates
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
@@ -285,7 +285,10 @@ class PlannedBucket(Deferral):
         sent = [each for each in (data, indices) if each is not None]
         after = sent if carries else tf.nest.flatten(gradients, expand_composites=True)
         after = [graph_ops.check_open(queue, after)]
-        closed = graph_ops.close_gates(list(gates), self._handles, after)
+        # What the graph has not used by now, as slots, it will use behind the gate.
+        used = {id(outside) for graph in outer_graphs(self.graph) for outside, _ in graph.captures}
+        handles = [handle for handle in self._handles if id(handle) in used]
+        closed = graph_ops.close_gates(list(gates), handles, after)
         with tf.control_dependencies([closed]):
             kept = [holder.assign(tensor).op for holder, tensor, _ in self.kept.values()]
         with tf.control_dependencies([closed.op, *kept]):
