@@ -20,7 +20,7 @@ _KIB = 1024
 _MOST_STEPS = 2**63  # so that they can be recorded
 MIN_TUNED_BYTES, MAX_TUNED_BYTES = 32 * _KIB, 4096 * _KIB
 # Of a step, that one slice per pserver may take on the wire: its sum begins when all of it has come.
-DELAY = 0.025
+DELAY = 0.04
 MAX_TUNED_GRPC_BYTES, GRPC_DELAY = 1024 * _KIB, 0.015  # nothing overtakes within a slice there
 MAX_WINDOW_BYTES = 64 * 1024 * _KIB
 _OVERHEAD = 20  # least ratio of a slice's time on the wire to its handling cost
