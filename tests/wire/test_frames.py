@@ -216,3 +216,10 @@ def test_frames_under_way_are_bounded() -> None:
         take(assembler, part, bytes(1))
     with pytest.raises(ProtocolError, match="at most 4096 frames"):
         assembler.begin(Part(Header(Kind.PUSH, index=4096), 2, 0, 1))
+
+
+def test_counts_of_results_cross_the_wire_and_half_a_count_is_refused() -> None:
+    counts = (0, 7, 2**63)
+    assert frames.unpack_counts(memoryview(frames.pack_counts(counts))) == counts
+    with pytest.raises(ProtocolError, match="RECEIVED must have 8 bytes for each bucket, got 12 bytes"):
+        frames.unpack_counts(memoryview(bytes(12)))

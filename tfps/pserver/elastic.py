@@ -131,13 +131,15 @@ class Elastic:
         self._state.changed.notify_all()
         return True
 
-    def received(self, rank: int, counts: tuple[int, ...]) -> None:
+    def received(self, rank: int, queue: SendQueue, counts: tuple[int, ...]) -> None:
         """Notes how many results of each bucket `rank` has; tells all what all have, which nobody will ask them for.
 
         Such messages are called stable (Birman, Schiper and Stephenson: Lightweight causal and atomic group multicast,
         1991, https://doi.org/10.1145/128738.128742).
         """
         with self._state.changed:
+            if not self.is_current(rank, queue):
+                return
             members, ranks = self._state.roster.members, self._state.roster.view.ranks
             members[rank].received = counts
             here = [members[each].received if each in members else () for each in ranks]

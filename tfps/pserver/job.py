@@ -323,14 +323,13 @@ class Session:
 
     def control(self, header: Header, payload: memoryview) -> None:
         self._arrived(payload)
-        if header.kind not in (Kind.SCALARS, Kind.RECEIVED):
-            raise not_expected(header, Kind.PUSH)
-        if not self._job.elastic.is_current(self.rank, self.queue):
+        if header.kind == Kind.RECEIVED:
+            self._job.elastic.received(self.rank, self.queue, unpack_counts(payload))
             return
-        if header.kind == Kind.SCALARS:
+        if header.kind != Kind.SCALARS:
+            raise not_expected(header, Kind.PUSH)
+        if self._job.elastic.is_current(self.rank, self.queue):
             self._take(self._job.rounds.take_scalars, header, payload)
-        else:
-            self._job.elastic.received(self.rank, unpack_counts(payload))
 
     def _take(self, take: Callable[..., object], *frame: object) -> None:
         elastic = self._job.elastic
