@@ -286,11 +286,11 @@ def test_a_capture_asked_for_by_the_environment_has_updates_that_are_noted_late(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TFPS_TRACE", f"{tmp_path}:3-5")
-    strategy = tfps.Strategy()
+    strategy = tfps.Strategy(config=tfps.Config(slice_bytes=9216))  # two buckets: with one nothing comes meanwhile
     runtime, noted = strategy._runtime, StepSpans.updated
 
     def late(spans: StepSpans, begin_ns: int, end_ns: int, transfer: DeferredUpdate, step: int) -> None:
-        if step == 5:  # its gates are open, so that step 6 can be sent
+        if step == 5 and transfer.spec.priority:  # all gates are open, so that step 6 can be sent
             jobs.poll(lambda: runtime.spans.counted == 7)
             threading.Event().wait(0.2)  # nothing should happen
         noted(spans, begin_ns, end_ns, transfer, step)

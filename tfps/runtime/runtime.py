@@ -426,7 +426,9 @@ class Runtime:
         step = self.next_round(transfer.bucket)
         number = self.unanswered.begin()
         answered = functools.partial(self.unanswered.answered, number)
-        self.submit(transfer.bucket, payload, finish, transfer.step_scalars, answered)
+        # Nothing can be more urgent, and its reply is there at once.
+        at_once = self.alone and isinstance(transfer, DeferredUpdate) and len(transfer.group) == 1
+        self.submit(transfer.bucket, payload, finish, transfer.step_scalars, answered, at_once=at_once)
         return step
 
     def submit(
@@ -436,13 +438,18 @@ class Runtime:
         finish: OnReply,
         step_scalars: bytes = b"",
         answered: Callable[[], object] = lambda: None,
+        *,
+        at_once: bool = False,
     ) -> None:
-        """Pushes `payload`; calls `answered` when there is a reply, with which the update executor calls `finish`."""
+        """Pushes `payload`; calls `answered` when there is a reply, with which the update executor calls `finish`.
+
+        `at_once`: whoever brings the reply does so, without a change of threads.
+        """
 
         def begin(on_reply: OnReply) -> None:
             self.exchange.push(bucket, payload, on_reply, step_scalars=step_scalars)
 
-        self.request(self.declared.spec(bucket), begin, finish, answered)
+        self.request(self.declared.spec(bucket), begin, finish, answered, at_once=at_once)
 
     def request(
         self,
@@ -450,6 +457,8 @@ class Runtime:
         begin: Callable[[OnReply], None],
         finish: OnReply,
         answered: Callable[[], object] = lambda: None,
+        *,
+        at_once: bool = False,
     ) -> None:
         """Begins what has one reply, about a bucket; see `submit`."""
 
@@ -466,7 +475,10 @@ class Runtime:
             try:
                 answered()
             finally:
-                self._replies.add(spec.priority, functools.partial(apply, reply))
+                if at_once:
+                    apply(reply)
+                else:
+                    self._replies.add(spec.priority, functools.partial(apply, reply))
 
         with self._progress:
             self._under_way += 1
