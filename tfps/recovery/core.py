@@ -30,7 +30,7 @@ logger = logging.getLogger("tfps")
 _T = TypeVar("_T")
 ToDo = queue.SimpleQueue[Event | Effect | None]
 _LOOK_S = 1.0  # between two looks whether a wait is interrupted
-_TOLD_BYTES = 2**24  # of results that a worker keeps before the others tell that they have them
+_TOLD_BYTES = 2**24  # of results that come between two times that a worker tells which it has
 _LARGE_BYTES = 2**20  # of a result whose memory will not be needed soon
 _NOTICED_S = 2.0  # after a call has failed, the streams to the pserver have ended as well
 

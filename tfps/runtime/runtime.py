@@ -1,7 +1,8 @@
 """The host side of the graph: takes messages of send ops, exchanges them, and applies the replies.
 
 Thread "tfps-pump" moves messages from the TensorFlow queue into the exchange; threads "tfps-apply" run updates and
-answer pulls. None blocks on the network; the exchange's receiver threads only hand replies over.
+answer pulls. None blocks on the network; the exchange's receiver threads only hand replies over. In one process the
+pump updates a step's only bucket itself.
 
 Tested in tests/strategy/test_strategy.py, tests/strategy/test_stopped_steps.py and tests/runtime/test_interrupts.py.
 """

@@ -29,7 +29,7 @@ class Transfer:
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
         self.id = -1
         self.bucket, self.spec, self.messages = bucket, spec, messages
-        self.round = 0  # the bucket's round that has come back; update executor only, one at a time
+        self.round = 0  # the bucket's round that has come back; by who calls `finish`, one at a time
         self._arrived = 0  # this and the next two: pump thread only
         self._graph_run = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
@@ -55,7 +55,7 @@ class Transfer:
         return self._graph_run, *carried
 
     def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        """Uses the reduced bytes (flat uint8). Called by the update executor."""
+        """Uses the reduced bytes (flat uint8). Called by the update executor, or in one process by the pump thread."""
         raise NotImplementedError
 
     def fail(self, error: TfpsError) -> None:
